@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from scipy.stats import betabinom, binom
+from sklearn.datasets import make_classification
+from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -20,10 +22,10 @@ from small_runs import small
 from vit.calibration import Calibration, fit_temperature, set_scores
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
+from vit.evaluation import intervals, report
 from vit.model_file import load_model, save_model
 from vit.reporting.calibration import (
     calibration_table,
-    intervals,
     measure_calibration,
     measure_sets,
     sets_table,
@@ -105,7 +107,9 @@ def test_saved_weights_are_calibrated_on_held_out_images(run: Path) -> None:
 def test_report_and_predictions_use_the_temperature(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vit.reporting.unfamiliar.bootstrap", lambda *_: [[0.0, 1.0]] * 3)
+    monkeypatch.setattr(
+        "vit.reporting.unfamiliar.bootstrap", lambda *_: torch.tensor([[0.0, 1.0]] * 3)
+    )
     saved = load_model(run, "cpu", "float32")
     classifier, test = saved.classifier, load_test(saved)
     logits = classifier.logits(test.pixels())
@@ -153,9 +157,12 @@ def test_model_file_keeps_the_calibration_and_older_ones_have_none(tmp_path: Pat
     save_model(tmp_path / "model.safetensors", classifier, saved.config, saved.step)
     assert load_model(tmp_path).classifier.calibration == calibration
     images = ImageSet(torch.zeros(50, 3, 32, 32, dtype=torch.uint8), labels, classifier.classes)
-    table = calibration_table(measure_calibration(classifier, images, logits)).splitlines()
+    result = report(logits, labels, classifier.classes) | intervals(logits, labels)
+    table = calibration_table(measure_calibration(classifier, images, logits, result)).splitlines()
     assert len(table) == 3 and f" {calibration.temperature:.3f}   " in table[2]
-    table = calibration_table(measure_calibration(saved.classifier, images, logits)).splitlines()
+    table = calibration_table(
+        measure_calibration(saved.classifier, images, logits, result)
+    ).splitlines()
     assert len(table) == 3 and table[2].startswith("not calibrated: no images were held out")
 
 
@@ -180,6 +187,23 @@ def test_scores_are_those_of_the_papers() -> None:
             raps = larger.sum() + uniform[image].item() * p[label] + 0.01 * max(0, rank - 5)
             assert found["lac"][image, label].item() == pytest.approx(0 if best else 1 - p[label])
             assert found["raps"][image, label].item() == pytest.approx(0 if best else raps)
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_lac_sets_are_those_of_mapie_with_the_most_probable_class(classes: int) -> None:
+    """MAPIE, which is not needed for development, leaves some sets empty."""
+    mapie = pytest.importorskip("mapie.classification")
+    inputs, labels = make_classification(1200, n_informative=8, n_classes=classes, random_state=0)
+    model = LogisticRegression().fit(inputs[:300], labels[:300])
+    logits = torch.from_numpy(model.predict_log_proba(inputs))
+    calibration = Calibration.fit(logits[300:800], torch.from_numpy(labels[300:800]))
+    best = np.eye(classes, dtype=bool)[model.predict(inputs[800:])]
+    for coverage in (0.8, 0.9, 0.95):
+        oracle = mapie.SplitConformalClassifier(model, confidence_level=coverage)
+        oracle.conformalize(inputs[300:800], labels[300:800])
+        expected = oracle.predict_set(inputs[800:])[1][..., 0] | best
+        found = calibration.sets(logits[800:], torch.rand(400), coverage)["lac"]
+        np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def test_coverage_and_familiarity_have_their_exact_distribution() -> None:

@@ -5,7 +5,6 @@ import copy
 import io
 import math
 import zlib
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,9 +27,9 @@ from vit.reporting.corruptions import (
     report_corruptions,
     summarize,
 )
-from vit.seeding import generator
+from vit.seeding import fold_in, generator
 
-Draw = Callable[..., np.ndarray]
+Rng = np.random.Generator
 
 
 def photos(count: int, channels: int, height: int, width: int) -> Tensor:
@@ -72,12 +71,12 @@ def moved(image: np.ndarray, radius: float, sigma: float, degrees: float) -> np.
     return np.floor(255 * total / weights + 1e-6) / 255
 
 
-def gaussian_noise(image: np.ndarray, draw: Draw, scale: float) -> np.ndarray:
-    drawn = draw(torch.randn, image.shape[2], *image.shape[:2]).transpose(1, 2, 0)
+def gaussian_noise(image: np.ndarray, rng: Rng, scale: float) -> np.ndarray:
+    drawn = rng.normal(size=(image.shape[2], *image.shape[:2])).transpose(1, 2, 0)
     return 255 * (image + scale * drawn)
 
 
-def defocus_blur(image: np.ndarray, draw: Draw, radius: float, sigma: float) -> np.ndarray:
+def defocus_blur(image: np.ndarray, rng: Rng, radius: float, sigma: float) -> np.ndarray:
     reach, soft = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
     down, across = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     disk = (down**2 + across**2 <= radius**2).astype(float)
@@ -86,46 +85,47 @@ def defocus_blur(image: np.ndarray, draw: Draw, radius: float, sigma: float) -> 
 
 
 def glass_blur(
-    image: np.ndarray, draw: Draw, sigma: float, reach: float, rounds: float
+    image: np.ndarray, rng: Rng, sigma: float, reach: float, rounds: float
 ) -> np.ndarray:
     image = np.floor(255 * blurred(image, sigma) + 1e-6) / 255
     size, reach = len(image), round(reach)
     for _ in range(round(rounds)):
-        across, down = draw(torch.randint, 2, size * size, bounds=(-reach, reach))
-        for row in range(size - reach, reach, -1):
-            for column in range(size - reach, reach, -1):
-                number = row * size + column
-                image[row, column] = image[row + down[number], column + across[number]]
+        inside = range(reach + 1, min(size, size - reach + 1))
+        across, down = rng.integers(-reach, reach, (2, len(inside), len(inside)))
+        for i, row in reversed([*enumerate(inside)]):
+            for j, column in reversed([*enumerate(inside)]):
+                image[row, column] = image[row + down[i, j], column + across[i, j]]
     return 255 * blurred(image, sigma)
 
 
-def motion_blur(image: np.ndarray, draw: Draw, radius: float, sigma: float) -> np.ndarray:
-    return 255 * moved(image, radius, sigma, 90 * draw(torch.rand, 1)[0] - 45)
+def motion_blur(image: np.ndarray, rng: Rng, radius: float, sigma: float) -> np.ndarray:
+    return 255 * moved(image, radius, sigma, 90 * rng.random() - 45)
 
 
-def zoom_blur(image: np.ndarray, draw: Draw, count: float, largest: float) -> np.ndarray:
+def zoom_blur(image: np.ndarray, rng: Rng, count: float, largest: float) -> np.ndarray:
     step = (largest - 1) / (count - 1) + 1e-12
     enlarged = [zoomed(image, 1 + number * step) for number in range(int(count))]
     return 255 * np.mean([image, *enlarged], axis=0)
 
 
-def snow(image: np.ndarray, draw: Draw, *values: float) -> np.ndarray:
+def snow(image: np.ndarray, rng: Rng, *values: float) -> np.ndarray:
     mean, scale, zoom, threshold, radius, sigma, kept = values
-    flakes = mean + scale * draw(torch.randn, 1, *image.shape[:2]).transpose(1, 2, 0)
+    flakes = mean + scale * rng.normal(size=(*image.shape[:2], 1))
     flakes = zoomed(flakes, zoom)
     flakes = np.floor(255 * np.where(flakes < threshold, 0, flakes).clip(0, 1) + 1e-6) / 255
-    flakes = moved(flakes, radius, sigma, 90 * draw(torch.rand, 1)[0] - 135)
+    flakes = moved(flakes, radius, sigma, 90 * rng.random() - 135)
     grey = image @ [0.299, 0.587, 0.114] if image.shape[2] == 3 else image.mean(axis=2)
     white = np.maximum(image, 1.5 * grey[..., None] + 0.5)
     return 255 * (kept * image + (1 - kept) * white + flakes + flakes[::-1, ::-1])
 
 
-def fog(image: np.ndarray, draw: Draw, amount: float, decay: float) -> np.ndarray:
+def fog(image: np.ndarray, rng: Rng, amount: float, decay: float) -> np.ndarray:
     size = 2 ** math.ceil(math.log2(len(image)))
-    drawn, field = 2 * draw(torch.rand, size, size) - 1, np.zeros((size, size))
-    step, height = size // 2, 1.0
+    field, step, height = np.zeros((size, size)), size // 2, 1.0
     rows, columns = np.indices((size, size))
     while step:
+        drawn = np.zeros((size, size))
+        drawn[::step, ::step] = rng.uniform(-1, 1, (size // step, size // step))
         on_grid = (rows % step == 0) & (columns % step == 0)
         odd = rows // step % 2 + columns // step % 2
         diagonal = [(-step, -step), (-step, step), (step, -step), (step, step)]
@@ -139,7 +139,7 @@ def fog(image: np.ndarray, draw: Draw, amount: float, decay: float) -> np.ndarra
     return 255 * fogged * image.max() / (image.max() + amount)
 
 
-def brightness(image: np.ndarray, draw: Draw, amount: float) -> np.ndarray:
+def brightness(image: np.ndarray, rng: Rng, amount: float) -> np.ndarray:
     if image.shape[2] == 1:
         return 255 * (image + amount)
     colours = np.array([colorsys.rgb_to_hsv(*pixel) for pixel in image.reshape(-1, 3)])
@@ -147,7 +147,7 @@ def brightness(image: np.ndarray, draw: Draw, amount: float) -> np.ndarray:
     return 255 * np.array([colorsys.hsv_to_rgb(*colour) for colour in colours]).reshape(image.shape)
 
 
-def contrast(image: np.ndarray, draw: Draw, factor: float) -> np.ndarray:
+def contrast(image: np.ndarray, rng: Rng, factor: float) -> np.ndarray:
     mean = image.mean(axis=(0, 1))
     return 255 * (mean + factor * (image - mean))
 
@@ -158,30 +158,30 @@ def sampled(image: np.ndarray, down: np.ndarray, across: np.ndarray, mode: str) 
     return np.stack(found, axis=-1)
 
 
-def elastic(image: np.ndarray, draw: Draw, length: float, sigma: float, shift: float) -> np.ndarray:
+def elastic(image: np.ndarray, rng: Rng, length: float, sigma: float, shift: float) -> np.ndarray:
     size, middle, third = len(image), len(image) // 2, len(image) // 3
     corners = middle + third * np.array([[1, 1], [1, -1], [-1, -1]])
-    there = corners + shift * size * (2 * draw(torch.rand, 3, 2) - 1)
+    there = corners + shift * size * rng.uniform(-1, 1, (3, 2))[:, ::-1]
     back = np.linalg.solve(np.c_[there, np.ones(3)], corners)
     rows, columns = np.mgrid[:size, :size]
     across, down = np.moveaxis(np.stack([columns, rows, np.ones_like(rows)], -1) @ back, -1, 0)
     image = sampled(image, down, across, "mirror")
-    bends = 2 * draw(torch.rand, 2, size, size) - 1
+    bends = rng.uniform(-1, 1, (2, size, size))
     if sigma:
         bends = ndimage.gaussian_filter(
             bends, (0, sigma * size, sigma * size), mode="reflect", truncate=3
         )
-    across, down = columns + length * size * bends[0], rows + length * size * bends[1]
+    down, across = rows + length * size * bends[0], columns + length * size * bends[1]
     return 255 * sampled(image, down, across, "reflect")
 
 
-def pixelate(image: np.ndarray, draw: Draw, fraction: float) -> np.ndarray:
+def pixelate(image: np.ndarray, rng: Rng, fraction: float) -> np.ndarray:
     small, large = (int(fraction * len(image)),) * 2, (len(image),) * 2
     photo = pillow(image).resize(small, Image.Resampling.BOX).resize(large, Image.Resampling.BOX)
     return np.array(photo).reshape(image.shape)
 
 
-def jpeg(image: np.ndarray, draw: Draw, quality: float) -> np.ndarray:
+def jpeg(image: np.ndarray, rng: Rng, quality: float) -> np.ndarray:
     file = io.BytesIO()
     pillow(image).save(file, "JPEG", quality=int(quality))
     return np.array(Image.open(file)).reshape(image.shape)
@@ -206,16 +206,11 @@ def test_corruptions_agree_with_references(reference, size, channels, severities
     kind = reference.__name__
     image = photos(1, channels, size, size)
     for severity in severities:
-        rng = generator(0, kind, zlib.crc32(image[0].numpy()))
-
-        def draw(sample, *shape, bounds=(), rng=rng):
-            dtype = None if bounds else torch.float64
-            return sample(*bounds, shape, generator=rng, dtype=dtype).numpy()
-
+        rng = np.random.default_rng(fold_in(0, kind, zlib.crc32(image[0].numpy())))
         entry = CORRUPTIONS[kind]
         rows = entry.at_32 if size == 32 else entry.at_224
         clean = image[0].permute(1, 2, 0).numpy() / 255
-        expected = reference(clean, draw, *(row[severity - 1] for row in rows)).clip(0, 255)
+        expected = reference(clean, rng, *(row[severity - 1] for row in rows)).clip(0, 255)
         found = corrupt(image, kind, severity)[0].permute(1, 2, 0).numpy()
         difference = np.abs(found - np.floor(expected + 1e-6))
         assert difference.max() <= 1
@@ -357,7 +352,7 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
         done.add(kind)
         return corrupt(part, kind, severity, seed)
 
-    monkeypatch.setattr("vit.reporting.corruptions.corrupt", counted)
+    monkeypatch.setattr("vit.data.corruptions.corrupt", counted)
     with pytest.raises(KeyboardInterrupt):
         classify_corrupted(saved.classifier, images, path, batch_size=4)
     interrupted, before, all_kinds = False, {*KINDS[:2]}, {*KINDS}

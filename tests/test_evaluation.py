@@ -31,14 +31,15 @@ from torchmetrics.functional.classification import (
 )
 
 from models import PLAIN, save_untrained
+from vit import evaluation
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.evaluation import Validation, evaluate, mcnemar, report, wilson_interval
+from vit.evaluation import Validation, evaluate, intervals, mcnemar, report, wilson_interval
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
-from vit.reporting import calibration, unfamiliar
+from vit.reporting import unfamiliar
 from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_split, load_test
 from vit.reporting.tables import metrics_table
@@ -119,6 +120,20 @@ def test_intervals_and_mcnemar_agree_with_scipy(split):
     assert mcnemar(0, 0) == 1.0
     low_high = test.proportion_ci(0.95, method="wilson")
     assert wilson_interval(split[0], sum(split)) == pytest.approx((*low_high,), abs=1e-7)
+
+
+def test_intervals_of_means_over_classes_agree_with_the_jackknife() -> None:
+    logits, labels = draw_case(400, 4, skill=1.0, scale=1.0)
+    found, result = intervals(logits, labels), report(logits, labels, names(4))
+    rest = [torch.arange(400) != one for one in range(400)]
+    for key in ("balanced_accuracy", "macro_f1"):
+        values = [report(logits[kept], labels[kept], names(4))[key] for kept in rest]
+        half = 1.96 * np.std(values) * 399**0.5
+        low, high = found[f"{key}_95"]
+        assert low < result[key] < high
+        assert high - low == pytest.approx(2 * half, rel=0.1)
+    certain = 9 * F.one_hot(labels, 4).float()  # the model makes no mistakes
+    assert intervals(certain, labels)["macro_f1_95"] == pytest.approx(wilson_interval(400, 400))
 
 
 @pytest.fixture(scope="module")
@@ -206,14 +221,20 @@ def test_table_has_a_row_for_each_class_and_aligned_columns() -> None:
     low, high = result["accuracy_95"]
     assert lines[0].endswith(f" 64.52% ({low:.2%} to {high:.2%}), 31 images")
     assert lines[1].startswith("top-5 accuracy") and " 12,346 images/s" in lines[4]
-    assert f" {result['balanced_accuracy']:.2%} " in lines[2]
-    assert f" {result['macro_f1']:.4f} " in lines[3]
+    assert f" {result['balanced_accuracy']:.2%}, " in lines[2]
+    assert f" {result['macro_f1']:.4f}, " in lines[3]
     cells = [line.split("   ") for line in lines[7:]]  # recall, precision, images, confused with
     assert [[cell.strip() for cell in row if cell] for row in cells] == [
-        ["airplane", "87.0%", "100.0%", "23", f"{'a' * 40}... (3)"],
-        [f"{'a' * 40}...", "0.0%", "0.0%", "8", "cafe\u0301 (8)"],
+        [
+            "airplane",
+            "87.0% (67.9% to 95.5%)",
+            "100.0% (83.9% to 100.0%)",
+            "23",
+            f"{'a' * 40}... (3)",
+        ],
+        [f"{'a' * 40}...", "0.0% (0.0% to 32.4%)", "0.0% (0.0% to 56.1%)", "8", "cafe\u0301 (8)"],
         ["ねこ", "–", "–", "0", "–"],
-        ["cafe\u0301", "–", "0.0%", "0", "–"],
+        ["cafe\u0301", "–", "0.0% (0.0% to 32.4%)", "0", "–"],
         ["e", "–", "–", "0", "–"],
         ["f", "–", "–", "0", "–"],
     ]
@@ -252,7 +273,7 @@ def test_report_gets_metrics_of_every_kind_of_images(
     untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unfamiliar, "NOISE", 30)
-    monkeypatch.setattr(calibration, "RESAMPLES", 20)
+    monkeypatch.setattr(evaluation, "RESAMPLES", 20)
     (tmp_path / "photos").mkdir()
     for number in range(12):
         Image.new("L", (50, 40), 20 * number).save(tmp_path / f"photos/{number}.png")
@@ -292,3 +313,24 @@ def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"^unfamiliar: ") as error:
             load_unfamiliar(name, saved, None)
         assert problem in str(error.value)
+
+
+def test_training_images_are_where_they_were_or_in_another_root(tmp_path: Path) -> None:
+    classes, root, other = ("a", "b"), tmp_path / "pictures", tmp_path / "other"
+    for place, shade in ((root, 0), (other, 200)):
+        for number in range(40):
+            file = place / classes[number % 2] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), 3 * (shade + number)).save(file)
+    data = {"name": "folder", "root": str(root), "image_size": [8, 8]}
+    model = {"embed_dim": 24, "depth": 1, "patch_size": 4}
+    saved = load_model(save_untrained(tmp_path / "run", model, classes=classes, data=data), "cpu")
+    expected = load_split(saved, None)[0]
+    saved = dataclasses.replace(saved, fingerprint=expected.fingerprint)
+    assert load_split(saved, str(other))[0].origins == expected.origins
+    root.rename(tmp_path / "moved")
+    moved = load_split(saved, str(tmp_path / "moved"))[0]
+    assert [Path(name).name for name in moved.origins] == [Path(n).name for n in expected.origins]
+    (other / "a/0.png").rename(other / "a/new.png")
+    with pytest.raises(ValueError, match=r"^data\.root: .*/other does not contain the images that"):
+        load_split(saved, str(other))

@@ -160,7 +160,7 @@ def bin_of(n: int, confidence: float, accuracy: float) -> dict:
 
 def test_reliability_picture_puts_accuracy_over_confidence() -> None:
     def marks(confidence: float, accuracy: float, n: int = 1_000_000) -> np.ndarray:
-        result = {"reliability": [bin_of(n, confidence, accuracy)], "ece": 0.1}
+        result = {"reliability": [bin_of(n, confidence, accuracy)], "ece": 0.1, "ece_95": (0, 1)}
         found = places(reliability_picture({"model": result}), [31, 119, 180])
         return found[(found[:, 0] < 350) & (found[:, 0] > 70)]  # below the title
 
@@ -169,7 +169,8 @@ def test_reliability_picture_puts_accuracy_over_confidence() -> None:
     heights = [np.ptp(marks(0.5, 0.5, n)[:, 0]) for n in (10, 1000)]
     assert heights[0] > 4 * heights[1]  # the interval narrows with √n
     for hits in (0.0, 1.0):  # all wrong, all right
-        result = {"reliability": [bin_of(n, 0.5, hits) for n in range(1, 200)], "ece": 0.5}
+        result = {"reliability": [bin_of(n, 0.5, hits) for n in range(1, 200)]}
+        result |= {"ece": 0.5, "ece_95": (0, 1)}
         assert reliability_picture({"a": result, "b": result}).shape == (520, 920, 3)
 
 

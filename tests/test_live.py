@@ -26,7 +26,7 @@ from vit.model.attention_model import require_attention
 from vit.model.variants import ATTENTION
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
-from vit.reporting import export_formats
+from vit.reporting import loading
 from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.live import (
     INPUTS,
@@ -255,7 +255,7 @@ def test_a_model_that_the_page_cannot_run_says_why_and_ends_nothing(
 
     plain = classifier_of(untrained("timm"))
     with monkeypatch.context() as without:
-        without.setattr(export_formats.importlib.util, "find_spec", lambda package: None)
+        without.setattr(loading.importlib.util, "find_spec", lambda package: None)
         missing = why(plain)
     assert missing.startswith(f"the live model needs {', '.join(PACKAGES)}, not ")
     assert 'run pip install "vit-from-scratch[export]"' in missing

@@ -1,11 +1,11 @@
-"""Metrics of a classifier: accuracy with its interval, metrics per class, calibration.
+"""Metrics of a classifier with their intervals: accuracy, metrics per class, calibration.
 
 Shapes: B batch, C classes, N images.
 """
 
 import math
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.explain.faithfulness import mean_interval
 from vit.hardware import autocast
+from vit.seeding import generator
 from vit.training.config import Config
 
 if TYPE_CHECKING:  # it imports tensorboard
     from vit.run.tracker import Logged
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
+RESAMPLES = 1000  # of the bootstrap
+Z = 1.959964  # a normal variable is within ± Z with a probability of 95%
 
 
 class Evaluator(Protocol):
@@ -107,11 +111,12 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
     """Compute the metrics of logits (N, C), labels (N,) int64 and C class names.
 
     Returns:
-        n, accuracy (0 to 1) with its 95% interval accuracy_95, balanced_accuracy (mean recall of
-        the classes that have images), macro_f1 (mean F1 score of the classes that have images or
-        predictions), loss (cross entropy, nats), top5_accuracy, ece (0 to 1), per_class (recall,
-        precision and n by class name), confusion_matrix (C rows of true classes, C columns of
-        predicted ones, counts) and reliability (see `reliability`).
+        n, accuracy and top5_accuracy (0 to 1) with their 95% intervals accuracy_95 and
+        top5_accuracy_95, balanced_accuracy (mean recall of the classes that have images), macro_f1
+        (mean F1 score of the classes that have images or predictions), loss (cross entropy, nats),
+        ece (0 to 1), per_class (recall and precision with their intervals, and n, by class name),
+        confusion_matrix (C rows of true classes, C columns of predicted ones, counts) and
+        reliability (see `reliability`). For the intervals of the others see `intervals`.
     """
     count, num_classes = logits.shape
     predicted = logits.argmax(dim=1)
@@ -120,19 +125,17 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
     hits, true, guessed = confusion.diag(), confusion.sum(dim=1), confusion.sum(dim=0)
     top = logits.topk(min(5, num_classes), dim=1).indices
     bins = reliability(logits.softmax(dim=1), labels)
-    recall = hits.double() / true  # NaN for a class without images
-    f1 = 2 * hits.double() / (true + guessed)  # NaN for a class without images and predictions
+    recall, f1 = _means_of_classes(hits.double(), true, guessed).tolist()
     return {
         "n": count,
-        "accuracy": hits.sum().item() / count,
-        "accuracy_95": wilson_interval(int(hits.sum()), count),
-        "balanced_accuracy": recall.nanmean().item(),
-        "macro_f1": f1.nanmean().item(),
+        **fraction("accuracy", int(hits.sum()), count),
+        "balanced_accuracy": recall,
+        "macro_f1": f1,
         "loss": F.cross_entropy(logits, labels).item(),
-        "top5_accuracy": (top == labels[:, None]).any(dim=1).float().mean().item(),
+        **fraction("top5_accuracy", int((top == labels[:, None]).sum()), count),
         "ece": sum(b["n"] * abs(b["accuracy"] - b["confidence"]) for b in bins) / count,
         "per_class": {
-            name: {"recall": _ratio(hit, n), "precision": _ratio(hit, g), "n": n}
+            name: {**fraction("recall", hit, n), **fraction("precision", hit, g), "n": n}
             for name, hit, n, g in zip(
                 classes, hits.tolist(), true.tolist(), guessed.tolist(), strict=True
             )
@@ -142,20 +145,86 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
     }
 
 
-def _ratio(part: int, total: int) -> float | None:
-    return part / total if total else None
+def _means_of_classes(hits: Tensor, true: Tensor, guessed: Tensor) -> Tensor:
+    """Return mean recall and F1 score from numbers of images (C,), without classes of 0 images."""
+    return torch.stack([(hits / true).nanmean(), (2 * hits / (true + guessed)).nanmean()])
+
+
+def fraction(name: str, part: int, total: int) -> dict[str, Any]:
+    """Return a fraction and its 95% interval by name; None if there is nothing to divide by."""
+    known = (part / total, wilson_interval(part, total)) if total else (None, None)
+    return dict(zip((name, f"{name}_95"), known, strict=True))
+
+
+def average(name: str, values: Tensor) -> dict[str, Any]:
+    """Return the mean of values (N,) and its normal 95% interval by name."""
+    mean, half = mean_interval(values)
+    return {name: mean, f"{name}_95": (mean - half, mean + half)}
 
 
 def wilson_interval(hits: float, count: float) -> tuple[float, float]:
     """Return the 95% confidence interval of a proportion (Wilson 1927, without correction)."""
-    z = 1.959964
     rate = hits / count
-    centre = rate + z * z / (2 * count)
-    spread = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
+    centre = rate + Z * Z / (2 * count)
+    spread = Z * math.sqrt(rate * (1 - rate) / count + Z * Z / (4 * count * count))
+    scale = 1 + Z * Z / count
     low, high = (centre - spread) / scale, (centre + spread) / scale
     # The proportion stays inside despite rounding.
     return max(0.0, min(low, rate)), min(1.0, max(high, rate))
+
+
+def interval_of_mean(mean: float, error: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a mean of fractions of `count` images with a standard error.
+
+    It is that of a proportion of as many images as would give the same error, so that it stays
+    within 0 to 1, and has a width even if the error of a sample is 0.
+    """
+    effective = mean * (1 - mean) / error**2 if error > 1e-9 else count
+    return wilson_interval(mean * effective, effective)
+
+
+def bootstrap(measure: Callable[..., Tensor], *sizes: int) -> Tensor:
+    """Return 95% intervals (K, 2) of K statistics of weights (N,) for each group of N images."""
+    random, samples = generator(0, "bootstrap"), []
+    for _ in range(RESAMPLES):
+        drawn = [torch.randint(size, (size,), generator=random) for size in sizes]
+        samples.append(measure(*(d.bincount(minlength=len(d)).double() for d in drawn)))
+    points = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return torch.stack(samples).quantile(points, dim=0).T
+
+
+def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
+    """Return loss_95, ece_95, balanced_accuracy_95 and macro_f1_95 by bootstrap, as for `report`.
+
+    Noise makes the calibration error of a sample too large, all the more in bootstrap samples. So
+    its interval is reflected at the estimate, and reaches 0 unless the estimate exceeds that of
+    most equally confident models that are perfectly calibrated.
+    """
+    count, num_classes = logits.shape
+    losses = F.cross_entropy(logits, labels, reduction="none").double()
+    confidence, predicted = logits.double().softmax(dim=1).max(dim=1)
+    right = (predicted == labels).double()
+    bins = F.one_hot(bin_of(confidence), CALIBRATION_BINS).double()
+    gaps = bins * (right - confidence)[:, None]
+
+    def measure(weights: Tensor) -> Tensor:
+        errors = torch.stack([weights @ losses, (weights @ gaps).abs().sum()]) / count
+        pairs = ((labels, weights * right), (labels, weights), (predicted, weights))
+        counts = (where.bincount(each, num_classes) for where, each in pairs)
+        return torch.cat([errors, _means_of_classes(*counts)])
+
+    loss, (low, high), *of_classes = bootstrap(measure, count).tolist()
+    _, ece, *means = measure(torch.ones_like(losses)).tolist()
+    # The gap of a bin of a calibrated model is normal, its absolute value half-normal.
+    spread = ((confidence * (1 - confidence)) @ bins).sqrt() / count
+    usual = 0.798 * spread.sum().item() + 1.96 * 0.603 * spread.norm().item()
+    lowest = 0.0 if ece <= usual else max(0.0, 2 * ece - high)
+    recall, f1 = (
+        interval_of_mean(mean, (above - below) / (2 * Z), count)
+        for mean, (below, above) in zip(means, of_classes, strict=True)
+    )
+    found = {"loss_95": loss, "ece_95": (lowest, max(0.0, 2 * ece - low))}
+    return {**found, "balanced_accuracy_95": recall, "macro_f1_95": f1}
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -184,8 +253,7 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
         inside = where == number
         hits, count = int((right & inside).sum()), int(inside.sum())
         mean = confidence[inside].double().mean().item()
-        accuracy = {"accuracy": hits / count, "accuracy_95": wilson_interval(hits, count)}
-        bins.append({"n": count, "confidence": mean, **accuracy})
+        bins.append({"n": count, "confidence": mean, **fraction("accuracy", hits, count)})
     return bins
 
 

@@ -1,8 +1,8 @@
 """The 15 corruptions of ImageNet-C (arXiv 1903.12261), for any image size and number of channels.
 
-Each function takes images of 0 to 1, a random generator for each image, and the parameters of its
-entry in `vit.registry.CORRUPTIONS`. All but frost, which is drawn rather than cut out of photos,
-follow the published generators. In double precision, batches of any size give the same pixels.
+Each function takes an image (C, H, W) of 0 to 1, a generator of random numbers, and the parameters
+of its entry in `vit.registry.CORRUPTIONS`. All but frost, which is drawn rather than cut out of
+photos, follow the published generators. SciPy is an optional package.
 
 Shapes: B images, C channels, H height, W width.
 """
@@ -10,18 +10,21 @@ Shapes: B images, C channels, H height, W width.
 import io
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image
+from scipy import ndimage
 from torch import Tensor
 
 from vit.registry import CORRUPTIONS
-from vit.seeding import generator
+from vit.seeding import fold_in
 
-Generators = Sequence[torch.Generator]
+Random: TypeAlias = np.random.Generator
 SMALL, LARGE = 32, 224  # pixels of the images that parameters are published for
 
 
@@ -30,11 +33,11 @@ def corrupt(images: Tensor, kind: str, severity: int, seed: int = 0) -> Tensor:
 
     The random numbers for each image depend on its pixels, the kind and the seed.
     """
-    images = images.cpu().contiguous()
-    generators = [generator(seed, kind, zlib.crc32(image.numpy())) for image in images]
-    values = parameters(kind, severity, min(images.shape[2:]))
-    changed = globals()[kind](images.double() / 255, generators, *values)
-    return (255 * _truncate(changed)).round().to(torch.uint8)
+    values, changed = parameters(kind, severity, min(images.shape[2:])), []
+    for image in images.cpu().contiguous().numpy():
+        rng = np.random.default_rng(fold_in(seed, kind, zlib.crc32(image)))
+        changed.append(_to_bytes(_truncate(globals()[kind](image / 255, rng, *values))))
+    return torch.from_numpy(np.stack(changed))
 
 
 def parameters(kind: str, severity: int, size: int) -> list[float]:
@@ -42,252 +45,199 @@ def parameters(kind: str, severity: int, size: int) -> list[float]:
 
     Those for 32 and 224 pixels are interpolated in the logarithm of the size, and constant beyond.
     """
-    entry = CORRUPTIONS[kind]
-    weight = math.log(min(max(size, SMALL), LARGE) / SMALL) / math.log(LARGE / SMALL)
-    rows = zip(entry.at_32, entry.at_224, strict=True)
-    return [(1 - weight) * a[severity - 1] + weight * b[severity - 1] for a, b in rows]
+    sizes, entry = np.log([SMALL, LARGE]), CORRUPTIONS[kind]
+    pairs = np.stack([entry.at_32, entry.at_224], axis=-1)[:, severity - 1]
+    return [float(np.interp(math.log(size), sizes, pair)) for pair in pairs]
 
 
-def gaussian_noise(x: Tensor, generators: Generators, deviation: float) -> Tensor:
+def gaussian_noise(x: np.ndarray, rng: Random, deviation: float) -> np.ndarray:
     """Add normal noise to each value."""
-    return x + deviation * _draw(torch.randn, generators, *x.shape[1:])
+    return x + rng.normal(scale=deviation, size=x.shape)
 
 
-def shot_noise(x: Tensor, generators: Generators, photons: float) -> Tensor:
+def shot_noise(x: np.ndarray, rng: Random, photons: float) -> np.ndarray:
     """Count photons; a white pixel has `photons` of them on average."""
-    pairs = zip(x, generators, strict=True)
-    return torch.stack([torch.poisson(photons * image, rng) for image, rng in pairs]) / photons
+    return rng.poisson(photons * x) / photons
 
 
-def impulse_noise(x: Tensor, generators: Generators, fraction: float) -> Tensor:
+def impulse_noise(x: np.ndarray, rng: Random, fraction: float) -> np.ndarray:
     """Set a fraction of the values to 0 or 1."""
-    drawn = _draw(torch.rand, generators, *x.shape[1:])
-    return x.masked_fill(drawn < fraction / 2, 0).masked_fill(drawn > 1 - fraction / 2, 1)
+    drawn = rng.random(x.shape)
+    return np.where(drawn < fraction, drawn < fraction / 2, x)
 
 
-def defocus_blur(x: Tensor, generators: Generators, radius: float, deviation: float) -> Tensor:
+def defocus_blur(x: np.ndarray, rng: Random, radius: float, deviation: float) -> np.ndarray:
     """Convolve with a disk that is itself blurred."""
     reach, blurred = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
-    squares = torch.arange(-reach, reach + 1, dtype=x.dtype) ** 2
-    disk = (squares[:, None] + squares <= radius**2).to(x)
-    kernel = _gaussian(disk[None, None] / disk.sum(), deviation, blurred, repeat=0)
-    rows, columns = (_reflect(torch.arange(-reach, n + reach), n, 0) for n in x.shape[2:])
-    size = (len(rows), len(columns))
-    spectrum = torch.fft.rfft2(x[:, :, rows[:, None], columns]) * torch.fft.rfft2(kernel, size)
-    return torch.fft.irfft2(spectrum, size)[..., 2 * reach :, 2 * reach :]
+    rows, columns = np.ogrid[-reach : reach + 1, -reach : reach + 1]
+    disk = (rows**2 + columns**2 <= radius**2).astype(float)
+    disk = ndimage.gaussian_filter(disk / disk.sum(), deviation, mode="mirror", radius=blurred)
+    return ndimage.convolve(x, disk[None], mode="mirror")
 
 
 def glass_blur(
-    x: Tensor, generators: Generators, deviation: float, reach: float, rounds: float
-) -> Tensor:
+    x: np.ndarray, rng: Random, deviation: float, reach: float, rounds: float
+) -> np.ndarray:
     """Blur, copy neighbours into pixels, and blur again.
 
-    The published loop, from the last pixel to the first, means to swap pixels; in NumPy it copies,
-    and a neighbour that comes first has its new value by then. So a pixel's value is found along a
-    chain of neighbours, at an old pixel (number + H * W); links double in length until it ends.
+    The published loop means to swap pixels; in NumPy it copies.
     """
-    height, width = x.shape[2:]
-    count, reach, width_of_blur = height * width, round(reach), int(4 * deviation + 0.5)
-    x = _truncate(_gaussian(x, deviation, width_of_blur))
-    numbers, inside = torch.arange(count), torch.zeros(height, width, dtype=torch.bool)
-    inside[reach + 1 : height - reach + 1, reach + 1 : width - reach + 1] = True
+    (height, width), reach, deviations = x.shape[1:], round(reach), (0, deviation, deviation)
+    x = _truncate(ndimage.gaussian_filter(x, deviations, mode="nearest"))
+    numbers = np.arange(height * width).reshape(height, width)
+    inside = numbers[reach + 1 : height - reach + 1, reach + 1 : width - reach + 1]
     for _ in range(round(rounds)):
-        shifts = [torch.randint(-reach, reach, (2, count), generator=each) for each in generators]
-        across, down = torch.stack(shifts, dim=1)
-        chosen = torch.where(inside.flatten(), numbers + down * width + across, numbers)
-        renewed = inside.flatten()[chosen] & (chosen > numbers)
-        links = torch.cat([chosen + count * ~renewed, (numbers + count).expand_as(chosen)], dim=1)
-        while (links[:, :count] < count).any():
-            links = links.gather(1, links)
-        x = _take(x, links[:, :count] - count)
-    return _gaussian(x, deviation, width_of_blur)
+        across, down = rng.integers(-reach, reach, (2, *inside.shape))
+        origins = numbers.flatten().tolist()  # the pixels whose values these have
+        neighbours = (inside + down * width + across).flatten().tolist()
+        pairs = zip(inside.flatten().tolist(), neighbours, strict=True)
+        for number, neighbour in reversed([*pairs]):
+            origins[number] = origins[neighbour]
+        x = x.reshape(len(x), -1)[:, origins].reshape(x.shape)
+    return ndimage.gaussian_filter(x, deviations, mode="nearest")
 
 
-def motion_blur(x: Tensor, generators: Generators, radius: float, deviation: float) -> Tensor:
+def motion_blur(x: np.ndarray, rng: Random, radius: float, deviation: float) -> np.ndarray:
     """Blur in a direction within 45° of the horizontal."""
-    return _motion(x, radius, deviation, 90 * _draw(torch.rand, generators, 1) - 45)
+    return _motion(x, radius, deviation, rng.uniform(-45, 45))
 
 
-def _motion(x: Tensor, radius: float, deviation: float, degrees: Tensor) -> Tensor:
-    """Blur with half a Gaussian in a direction for each image, (B, 1), as ImageMagick does."""
-    height, width = x.shape[2:]
-    steps = torch.arange(2 * math.ceil(radius) + 1).to(x)
-    weights = (-((steps / deviation) ** 2) / 2).exp()
-    steps, weights = steps[weights > 1e-6], weights[weights > 1e-6]  # others do not show
-    angle, total = degrees.deg2rad(), torch.zeros_like(x)
-    downs, acrosses = ((steps * part - 0.5).ceil().long().mT for part in (angle.sin(), angle.cos()))
-    for weight, down, across in zip(weights / weights.sum(), downs, acrosses, strict=True):
-        rows = (torch.arange(height) + down[:, None]).clamp(0, height - 1)
-        columns = (torch.arange(width) + across[:, None]).clamp(0, width - 1)
-        total += weight * _take(x, rows[:, :, None] * width + columns[:, None])
-    return _truncate(total)
+def _motion(x: np.ndarray, radius: float, deviation: float, degrees: float) -> np.ndarray:
+    """Blur with half a Gaussian in a direction, as ImageMagick does."""
+    reach, angle = 2 * math.ceil(radius), math.radians(degrees)
+    steps = np.arange(reach + 1)
+    weights = np.exp(-((steps / deviation) ** 2) / 2)
+    rows, columns = (
+        reach + np.ceil(steps * part - 0.5).astype(int)
+        for part in (math.sin(angle), math.cos(angle))
+    )
+    padded = np.pad(x, ((0, 0), (reach, reach), (reach, reach)), "edge")
+    shifted = sliding_window_view(padded, x.shape[1:], (1, 2))[:, rows, columns]
+    return _truncate(np.tensordot(weights / weights.sum(), shifted, (0, 1)))
 
 
-def zoom_blur(x: Tensor, generators: Generators, count: float, largest: float) -> Tensor:
+def zoom_blur(x: np.ndarray, rng: Random, count: float, largest: float) -> np.ndarray:
     """Average the image with enlarged ones."""
     # The published factors are a little above these numbers, which decides how some are rounded.
-    factors = torch.linspace(1, largest + 1e-9, round(count), dtype=torch.float64).tolist()
+    factors = np.linspace(1, largest + 1e-9, round(count))
     return (x + sum(_zoom(x, factor) for factor in factors)) / (len(factors) + 1)
 
 
-def _zoom(x: Tensor, factor: float) -> Tensor:
-    """Enlarge the centre of images, bilinear, as scipy.ndimage.zoom does."""
-    size = x.shape[2:]
+def _zoom(x: np.ndarray, factor: float) -> np.ndarray:
+    """Enlarge the centre of an image, as scipy.ndimage.zoom does, which takes longer."""
+    size = x.shape[1:]
     kept = [math.ceil(round(n / factor, 9)) for n in size]
     enlarged = [round(factor * n) for n in kept]
-    x = F.interpolate(_centre(x, kept), enlarged, mode="bilinear", align_corners=True)
+    part = torch.from_numpy(_centre(x, kept))[None]
+    x = F.interpolate(part, enlarged, mode="bilinear", align_corners=True)[0].numpy()
     return _centre(x, size)
 
 
-def _centre(x: Tensor, size: Sequence[int]) -> Tensor:
-    top, left = ((n - part) // 2 for n, part in zip(x.shape[2:], size, strict=True))
-    return x[..., top : top + size[0], left : left + size[1]]
+def _centre(x: np.ndarray, size: Sequence[int]) -> np.ndarray:
+    top, left = ((n - part) // 2 for n, part in zip(x.shape[1:], size, strict=True))
+    return x[:, top : top + size[0], left : left + size[1]]
 
 
-def snow(x: Tensor, generators: Generators, *values: float) -> Tensor:
+def snow(x: np.ndarray, rng: Random, *values: float) -> np.ndarray:
     """Whiten the image and add flakes: noise that is enlarged, cut off and blurred by motion."""
     mean, deviation, zoom, threshold, radius, blur, kept = values
-    flakes = _zoom(mean + deviation * _draw(torch.randn, generators, 1, *x.shape[2:]), zoom)
-    flakes = _truncate(flakes.masked_fill(flakes < threshold, 0))
-    flakes = _motion(flakes, radius, blur, 90 * _draw(torch.rand, generators, 1) - 135)
-    luma = x.new_tensor([0.299, 0.587, 0.114]) if x.shape[1] == 3 else x.new_ones(x.shape[1])
-    grey = torch.einsum("bchw,c->bhw", x, luma / luma.sum())[:, None]
-    x = kept * x + (1 - kept) * x.maximum(1.5 * grey + 0.5)
-    return x + flakes + flakes.rot90(2, (2, 3))
+    flakes = _zoom(rng.normal(mean, deviation, (1, *x.shape[1:])), zoom)
+    flakes = _truncate(np.where(flakes < threshold, 0, flakes))
+    flakes = _motion(flakes, radius, blur, rng.uniform(-135, -45))
+    luma = [0.299, 0.587, 0.114] if len(x) == 3 else np.full(len(x), 1 / len(x))
+    white = np.maximum(x, 1.5 * np.tensordot(luma, x, 1) + 0.5)
+    return kept * x + (1 - kept) * white + flakes + flakes[:, ::-1, ::-1]
 
 
-def frost(x: Tensor, generators: Generators, kept: float, ice: float) -> Tensor:
+def frost(x: np.ndarray, rng: Random, kept: float, ice: float) -> np.ndarray:
     """Lay a fractal with stars of six needles over the image, bluish if it has three channels."""
-    length, degrees = max(1, min(x.shape[2:]) / 10), 60 * _draw(torch.rand, generators, 1)
-    stars = (_draw(torch.rand, generators, 1, *x.shape[2:]) < 0.05 / length).to(x)
-    turned = [_motion(stars, 3 * length, length, degrees + 60 * turn) for turn in range(6)]
-    needles = _zoom(torch.stack(turned).amax(dim=0) * length, max(1, length / 10))
-    layer = (0.9 * _plasma(x, generators, 1.5) + 0.7 * needles).clamp(max=1)
-    colour = x.new_tensor([0.85, 0.95, 1]) if x.shape[1] == 3 else x.new_ones(x.shape[1])
-    return kept * x + ice * layer * colour[:, None, None]
+    length, degrees = max(1, min(x.shape[1:]) / 10), rng.uniform(0, 60)
+    stars = (rng.random((1, *x.shape[1:])) < 0.05 / length).astype(float)
+    turned = [_motion(stars, 2 * length, length, degrees + 60 * turn) for turn in range(6)]
+    needles = _zoom(np.max(turned, axis=0) * length, max(1, length / 10))
+    layer = np.minimum(0.9 * _plasma(x.shape[1:], rng, 1.5) + 0.7 * needles, 1)
+    colour = [0.85, 0.95, 1] if len(x) == 3 else np.ones(len(x))
+    return kept * x + ice * layer * np.reshape(colour, (-1, 1, 1))
 
 
-def fog(x: Tensor, generators: Generators, amount: float, decay: float) -> Tensor:
+def fog(x: np.ndarray, rng: Random, amount: float, decay: float) -> np.ndarray:
     """Add a fractal, and scale the image to its former maximum."""
-    largest = x.amax(dim=(1, 2, 3), keepdim=True)
-    return (x + amount * _plasma(x, generators, decay)) * largest / (largest + amount)
+    return (x + amount * _plasma(x.shape[1:], rng, decay)) * x.max() / (x.max() + amount)
 
 
-def _plasma(x: Tensor, generators: Generators, decay: float) -> Tensor:
-    """Draw a fractal for each image with the diamond-square algorithm: (B, 1, H, W), 0 to 1."""
-    step = 1 << (max(x.shape[2:]) - 1).bit_length()
-    drawn = 2 * _draw(torch.rand, generators, step, step) - 1
-    field, amplitude = torch.zeros_like(drawn), 1.0
-    while step >= 2:
-        half = step // 2
-        near, mid = slice(None, None, step), slice(half, None, step)
-        corners, noise = field[:, near, near], amplitude**2 * drawn
-        pairs = corners + corners.roll(-1, 1)
-        field[:, mid, mid] = (pairs + pairs.roll(-1, 2)) / 4 + noise[:, mid, mid]
-        centres, across = field[:, mid, mid], corners + corners.roll(-1, 2)
-        field[:, near, mid] = (centres + centres.roll(1, 1) + across) / 4 + noise[:, near, mid]
-        field[:, mid, near] = (centres + centres.roll(1, 2) + pairs) / 4 + noise[:, mid, near]
-        step, amplitude = half, amplitude / decay
-    field = field - field.amin(dim=(1, 2), keepdim=True)
-    field = field / field.amax(dim=(1, 2), keepdim=True).clamp(min=1e-30)
-    return field[:, None, : x.shape[2], : x.shape[3]]
+def _plasma(size: Sequence[int], rng: Random, decay: float) -> np.ndarray:
+    """Draw a fractal of a height and width, 0 to 1, with the diamond-square algorithm."""
+    field: np.ndarray = np.zeros((1, 1))
+    amplitude = 1.0
+    diagonal = np.array([[1, 0, 1], [0, 0, 0], [1, 0, 1]]) / 4
+    straight = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) / 4
+    while len(field) < max(size):
+        field = np.kron(field, [[1, 0], [0, 0]])  # its values become corners of squares
+        odd = np.add.outer(*2 * [np.arange(len(field)) % 2])
+        noise = amplitude**2 * rng.uniform(-1, 1, field.shape)
+        for new, neighbours in ((odd == 2, diagonal), (odd == 1, straight)):  # centres, then edges
+            field += new * (ndimage.convolve(field, neighbours, mode="wrap") + noise)
+        amplitude /= decay
+    field = (field - field.min()) / max(np.ptp(field), 1e-30)
+    return field[: size[0], : size[1]]
 
 
-def brightness(x: Tensor, generators: Generators, amount: float) -> Tensor:
+def brightness(x: np.ndarray, rng: Random, amount: float) -> np.ndarray:
     """Increase the value of hue, saturation and value."""
-    value = x.amax(dim=1, keepdim=True)
-    raised = (value + amount).clamp(max=1)
-    return torch.where(value > 0, x * raised / value.clamp(min=1e-9), raised)
+    value = x.max(axis=0)
+    raised = np.minimum(value + amount, 1)
+    return np.where(value > 0, x * raised / value.clip(1e-9), raised)
 
 
-def contrast(x: Tensor, generators: Generators, factor: float) -> Tensor:
+def contrast(x: np.ndarray, rng: Random, factor: float) -> np.ndarray:
     """Move each value towards the mean of its channel."""
-    return x.mean(dim=(2, 3), keepdim=True).lerp(x, factor)
+    mean = x.mean(axis=(1, 2), keepdims=True)
+    return mean + factor * (x - mean)
 
 
 def elastic(
-    x: Tensor, generators: Generators, length: float, deviation: float, shift: float
-) -> Tensor:
+    x: np.ndarray, rng: Random, length: float, deviation: float, shift: float
+) -> np.ndarray:
     """Move three points, then each pixel by a smooth field; in fractions of the shorter side."""
-    side, (height, width) = min(x.shape[2:]), x.shape[2:]
-    corners, centre = x.new_tensor([[1, 1], [1, -1], [-1, -1]]), (width // 2, height // 2)
-    points = corners * max(1, side // 3) + x.new_tensor(centre)
-    moved = points + shift * side * (2 * _draw(torch.rand, generators, 3, 2) - 1)
-    affine = torch.cat([moved, torch.ones_like(moved[..., :1])], dim=-1)
-    back = torch.linalg.solve(affine, points.expand_as(moved))
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    places = torch.stack([columns, rows, torch.ones_like(rows)], dim=-1).to(x)
-    x = _bilinear(x, torch.einsum("hwk,bkc->bhwc", places, back), repeat=0)
-    drawn = 2 * _draw(torch.rand, generators, 2, height, width) - 1
-    field = _gaussian(drawn, deviation * side, int(3 * deviation * side + 0.5), repeat=1)
-    return _bilinear(x, places[..., :2] + length * side * field.movedim(1, -1), repeat=1)
+    size, side = x.shape[1:], min(x.shape[1:])
+    corners = max(1, side // 3) * np.array([[1, 1], [-1, 1], [-1, -1]])
+    points = np.array(size) // 2 + corners  # rows and columns
+    moved = points + shift * side * rng.uniform(-1, 1, (3, 2))
+    back = np.linalg.solve(np.c_[moved, np.ones(3)], points)
+    places = np.indices(size)
+    x = _sample(x, np.tensordot(back.T, [*places, np.ones(size)], 1), "mirror")
+    field = rng.uniform(-1, 1, (2, *size))
+    field = ndimage.gaussian_filter(field, (0, *2 * [deviation * side]), truncate=3)
+    return _sample(x, places + length * side * field, "reflect")
 
 
-def pixelate(x: Tensor, generators: Generators, fraction: float) -> Tensor:
+def _sample(x: np.ndarray, places: np.ndarray, mode: str) -> np.ndarray:
+    """Interpolate each channel at rows and columns (2, H, W)."""
+    return np.stack([ndimage.map_coordinates(c, places, order=1, mode=mode) for c in x])
+
+
+def pixelate(x: np.ndarray, rng: Random, fraction: float) -> np.ndarray:
     """Shrink and enlarge with Pillow's box filter."""
-    height, width = x.shape[2:]
+    (height, width), box = x.shape[1:], Image.Resampling.BOX
     small = max(1, int(fraction * width)), max(1, int(fraction * height))
-    box = Image.Resampling.BOX
-    return _by_pillow(x, lambda image: image.resize(small, box).resize((width, height), box))
+    images = (Image.fromarray(channel).resize(small, box) for channel in _to_bytes(x))
+    return np.stack([np.asarray(image.resize((width, height), box)) for image in images]) / 255
 
 
-def jpeg(x: Tensor, generators: Generators, quality: float) -> Tensor:
-    """Compress with Pillow."""
-
-    def compress(image: Image.Image) -> Image.Image:
-        file = io.BytesIO()
-        image.save(file, "JPEG", quality=round(quality))
-        return Image.open(file)
-
-    return _by_pillow(x, compress)
-
-
-def _by_pillow(x: Tensor, change: Callable[[Image.Image], Image.Image]) -> Tensor:
-    """Change images with Pillow; unless there are three channels, each on its own."""
-    colour = x.shape[1] == 3
-    pixels = (255 * x).round().to(torch.uint8)
-    images = pixels.movedim(1, -1) if colour else pixels.flatten(0, 1)
-    changed = [np.asarray(change(Image.fromarray(image))) for image in images.numpy()]
-    stacked = torch.from_numpy(np.stack(changed)).to(x) / 255
-    return stacked.movedim(-1, 1) if colour else stacked.view_as(x)
+def jpeg(x: np.ndarray, rng: Random, quality: float) -> np.ndarray:
+    """Compress with Pillow, each channel on its own unless there are three."""
+    images = _to_bytes(x).transpose(1, 2, 0)[None] if len(x) == 3 else _to_bytes(x)
+    changed = []
+    for image in images:
+        Image.fromarray(image).save(file := io.BytesIO(), "JPEG", quality=round(quality))
+        changed.append(np.asarray(Image.open(file)) / 255)
+    return np.moveaxis(changed[0], -1, 0) if len(x) == 3 else np.stack(changed)
 
 
-def _draw(sample: Callable[..., Tensor], generators: Generators, *shape: int) -> Tensor:
-    """Draw numbers of a shape for each image: (B, *shape)."""
-    return torch.stack([sample(shape, generator=each, dtype=torch.float64) for each in generators])
+def _to_bytes(x: np.ndarray) -> np.ndarray:
+    return np.rint(255 * x).astype(np.uint8)
 
 
-def _truncate(x: Tensor) -> Tensor:
+def _truncate(x: np.ndarray) -> np.ndarray:
     """Cut values to 0 to 1, and down to a 255th; 1e-6 makes up for rounding errors."""
-    return (255 * x.clamp(0, 1) + 1e-6).floor() / 255
-
-
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """Replace each pixel by the one with a number: places (B, H, W) or (B, H * W), int64."""
-    return x.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, x.shape[1], -1)).view_as(x)
-
-
-def _bilinear(x: Tensor, places: Tensor, repeat: int) -> Tensor:
-    """Interpolate at columns and rows (B, H, W, 2), reflected as in `_reflect`."""
-    size = places.new_tensor(x.shape[2:]).flip(0)
-    grid = (2 * places + repeat) / (size - 1 + repeat).clamp(min=1) - 1
-    return F.grid_sample(x, grid, padding_mode="reflection", align_corners=not repeat)
-
-
-def _gaussian(x: Tensor, deviation: float, reach: int, repeat: int | None = None) -> Tensor:
-    """Blur images; the border is reflected as in `_reflect`, or continued without `repeat`."""
-    steps = torch.arange(-reach, reach + 1).to(x)
-    kernel, weights = (-((steps / max(deviation, 1e-9)) ** 2) / 2).exp(), []
-    for size in x.shape[2:]:
-        places = torch.arange(size)[:, None] + torch.arange(-reach, reach + 1)
-        places = places.clamp(0, size - 1) if repeat is None else _reflect(places, size, repeat)
-        matrix = torch.zeros(size, size, dtype=x.dtype)
-        weights.append(matrix.scatter_add(1, places, (kernel / kernel.sum()).expand(size, -1)))
-    return weights[0] @ x @ weights[1].mT
-
-
-def _reflect(places: Tensor, size: int, repeat: int) -> Tensor:
-    """Reflect indices back inside, the border pixel repeated (1) or not (0), as often as needed."""
-    period = max(1, 2 * (size - 1 + repeat))
-    places = places % period
-    return places.minimum(period - repeat - places)
+    return np.floor(255 * x.clip(0, 1) + 1e-6) / 255

@@ -21,17 +21,23 @@ NUMBERED, NAMED = 20, 50  # largest numbers of classes drawn with percentages, a
 NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
 
 
+def _panels(size: tuple[float, float], *grid: int, **how: Any) -> tuple[Any, Any]:
+    """Return a figure of a width and height in inches, and its axes in a grid."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    return figure, figure.subplots(*grid, **how)
+
+
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
     """Draw C x C counts, normalized over the true classes, which are the rows."""
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
 
     counts = torch.tensor(confusion, dtype=torch.float64)
     fractions = counts / counts.sum(dim=1, keepdim=True)  # nan without images, drawn grey
     few = len(classes) <= NUMBERED
-    figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
-    axis = figure.subplots()
+    figure, axis = _panels((6.4, 5.6) if few else (9, 8))
     axis.set_facecolor("0.85")
     # The square root makes rare confusions visible next to the diagonal.
     shown = axis.imshow(fractions.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
@@ -53,16 +59,12 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
 
 
 def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
-    """Draw reliability diagrams, the `reliability` and `ece` of `vit.evaluation.report` by title.
+    """Draw reliability diagrams, the `reliability` and `ece` of `measure_calibration` by title.
 
     They show accuracy over confidence, and the images per bin.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(results), 5.2), dpi=DPI, layout="constrained")
-    axes = figure.subplots(
-        2, len(results), sharex=True, sharey="row", height_ratios=(3, 1), squeeze=False
-    )
+    size, how = (4.6 * len(results), 5.2), {"sharex": True, "sharey": "row", "squeeze": False}
+    figure, axes = _panels(size, 2, len(results), height_ratios=(3, 1), **how)
     for (upper, lower), (title, result) in zip(axes.T, results.items(), strict=True):
         bins = result["reliability"]
         confidence = [b["confidence"] for b in bins]
@@ -74,7 +76,9 @@ def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
             capsize=2, elinewidth=1, label="model, 95% interval",
         )  # fmt: skip
         upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
-        upper.set_title(f"{title}, expected calibration error {result['ece']:.3f}", fontsize=10)
+        low, high = result["ece_95"]
+        error = f"calibration error {result['ece']:.3f} ({low:.3f} to {high:.3f})"
+        upper.set_title(f"{title}, {error}", fontsize=10)
         upper.legend(fontsize=8, frameon=False)
         lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
         lower.set(xlabel="confidence", ylabel="images")
@@ -83,10 +87,7 @@ def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
 
 def scores_picture(scores: dict[str, tuple[Tensor, Tensor]]) -> np.ndarray:
     """Draw histograms of scores by name: of test images (N,) and of unfamiliar images (M,)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.2 * len(scores), 2.8), dpi=DPI, layout="constrained")
-    axes = figure.subplots(1, len(scores))
+    figure, axes = _panels((3.2 * len(scores), 2.8), 1, len(scores))
     for axis, (name, pair) in zip(axes, scores.items(), strict=True):
         edges = np.histogram_bin_edges(torch.cat(pair).numpy(), 40)
         for values, label in zip(pair, ("test images", "unfamiliar images"), strict=True):
@@ -107,11 +108,8 @@ def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
 
     The summary is that of `vit.reporting.corruptions.summarize`.
     """
-    from matplotlib.figure import Figure
-
     groups = list(dict.fromkeys(entry.group for entry in CORRUPTIONS.values()))
-    figure = Figure(figsize=(11, 3.4), dpi=DPI, layout="constrained")
-    axes = figure.subplots(1, len(groups), sharey=True)
+    figure, axes = _panels((11, 3.4), 1, len(groups), sharey=True)
     for axis, group in zip(axes, groups, strict=True):
         for kind, row in summary["kinds"].items():
             if CORRUPTIONS[kind].group == group:

@@ -14,17 +14,17 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.console import printable
 from vit.data.images import ImageSet
-from vit.evaluation import evaluate, mcnemar
+from vit.evaluation import average, evaluate, intervals, mcnemar
 from vit.hardware import describe
 from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import load_run, load_test, results_folder
+from vit.reporting.loading import load_run, load_test, require_packages, results_folder
 from vit.reporting.tables import markdown_table, with_interval
 
 MOST_MOVED = 8  # images listed
 LONGEST_NAME = 20  # characters of a model's name
-MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy", "images_per_second")
+MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy", "balanced_accuracy_95")
 
 
 def compare_runs(run: str, options: CompareConfig) -> None:
@@ -34,6 +34,8 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         ValueError: A model or the data cannot be read, or the models have different data or
             classes.
     """
+    if options.corruptions:
+        require_packages("corruptions", ("scipy",), "evaluation")
     models = [load_run(name, options) for name in (run, *options.others)]
     first = models[0]
     tests = [_load_test(saved, first, options.data.root) for saved in models]
@@ -48,7 +50,8 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     right, maps = [], []
     for name, saved, test in zip(names, models, tests, strict=True):
         result, logits = evaluate(saved.classifier, test, options.batch_size)
-        measured = {key: result[key] for key in MEASURES}
+        result |= intervals(logits, test.labels.cpu())
+        measured = {key: result[key] for key in (*MEASURES, "images_per_second")}
         rows.append({"name": name, **_describe(saved), **measured})
         right.append(logits.argmax(dim=1) == test.labels.cpu())
         maps.append(_rollouts(saved.classifier, test, options.batch_size))
@@ -129,8 +132,8 @@ def differences(
     Returns:
         only_right, the numbers of images that only the first and only the other classifies
         correctly; mcnemar_p, see `vit.evaluation.mcnemar`; and if both have maps, moved_attention,
-        the mean fraction of the attention that is on other patches, and most_moved, the images
-        where it is largest.
+        the mean fraction of the attention that is on other patches, with its 95% interval
+        moved_attention_95, and most_moved, the images where it is largest.
     """
     only = [int((right & ~right_other).sum()), int((right_other & ~right).sum())]
     found = {"only_right": only, "mcnemar_p": mcnemar(*only)}
@@ -143,7 +146,7 @@ def differences(
     listed = zip(most.indices.tolist(), most.values.tolist(), strict=True)
     return {
         **found,
-        "moved_attention": moved.mean().item(),
+        **average("moved_attention", moved),
         "most_moved": [{**test.entry(index), "moved": value} for index, value in listed],
     }
 
@@ -157,18 +160,18 @@ def as_text(content: dict[str, Any]) -> str:
     rows = [heads]
     for model in content["models"]:
         unfinished = "" if model["finished"] else " (unfinished)"
-        moved, (alone_first, alone) = model.get("moved_attention"), model.get("only_right", (0, 0))
+        alone_first, alone = model.get("only_right", (0, 0))
         rows.append([
             model["name"].replace("|", "\\|"),
             model["architecture"],
             f"{model['parameters']:,}",
             f"{model['steps']:,}{unfinished}",
             with_interval(model, "accuracy", ".2%"),
-            f"{model['balanced_accuracy']:.2%}",
+            with_interval(model, "balanced_accuracy", ".2%"),
             f"{model['images_per_second']:,.0f}",
             f"{alone:,} : {alone_first:,}" if model in others else "–",
             f"{model['mcnemar_p']:.2g}" if model in others else "–",
-            "–" if moved is None else f"{moved:.1%}",
+            with_interval({"moved_attention": None, **model}, "moved_attention", ".1%"),
         ])  # fmt: skip
     return "\n".join([
         f"{content['data']}: {content['images']:,} test images, {content['hardware']}",

@@ -15,12 +15,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import PART, Classifier
-from vit.data.corruptions import corrupt
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
-from vit.evaluation import wilson_interval
+from vit.evaluation import Z, average, fraction, interval_of_mean
 from vit.explain.charts import corruption_chart
-from vit.explain.faithfulness import mean_interval
 from vit.explain.figures import corruption_picture
 from vit.files import write_atomically
 from vit.model_file import SavedModel
@@ -37,6 +35,8 @@ def report_corruptions(
     saved: SavedModel, test: ImageSet, folder: Path, clean: float, options: ReportConfig
 ) -> Part:
     """Measure the accuracy on corrupted test images, and draw it beside that on clean ones."""
+    from vit.data.corruptions import corrupt
+
     path, seed = folder / CORRUPTIONS_FILE, options.seed
     found = summarize(classify_corrupted(saved.classifier, test, path, seed, options.batch_size))
     image = choose_probes(test, 1, seed).pixels()
@@ -64,6 +64,8 @@ def classify_corrupted(
     Returns:
         Which images are classified correctly: (1, N) bool for "clean", (5, N) for each kind.
     """
+    from vit.data.corruptions import corrupt  # with SciPy, which is optional
+
     labels, size = images.labels.cpu(), min(PART, batch_size)
     clean = classifier.logits(images, batch_size).cpu()
     settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"
@@ -99,16 +101,18 @@ def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
         For each of "kinds" its accuracy at the five severities and the intervals accuracy_95, and
         what `_mean` returns; the latter over all kinds too.
     """
-    clean, kinds = correct["clean"][0].double(), {}
+    clean = correct["clean"][0].double()
+    rows = {kind: _mean(survived, clean) for kind, survived in _survived(correct).items()}
     for kind in CORRUPTIONS:
-        hits, count = correct[kind].sum(dim=1).tolist(), len(clean)
-        kinds[kind] = {
-            "accuracy": [n / count for n in hits],
-            "accuracy_95": [wilson_interval(n, count) for n in hits],
-            **_mean(correct[kind].double().mean(dim=0), clean),
-        }
-    survived = torch.cat([correct[kind] for kind in CORRUPTIONS]).double().mean(dim=0)
-    return {**_mean(survived, clean), "kinds": kinds}
+        found = [fraction("accuracy", int(hits.sum()), len(hits)) for hits in correct[kind]]
+        rows[kind] |= {key: [each[key] for each in found] for key in found[0]}
+    return {**rows.pop("mean"), "kinds": rows}
+
+
+def _survived(correct: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what fraction of the corruptions of each kind an image survives, (N,), and "mean"."""
+    found = {kind: correct[kind].double().mean(dim=0) for kind in CORRUPTIONS}
+    return found | {"mean": torch.stack([*found.values()]).mean(dim=0)}
 
 
 def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
@@ -119,16 +123,15 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
         corrupted; relative, its ratio to the accuracy on clean images (NaN if that is 0), and
         relative_95 by the delta method, as both are of the same images.
     """
-    mean, spread, count = correct.mean().item(), correct.var(correction=0).item(), len(correct)
-    # The number of independent images that would vary as much.
-    effective = count * mean * (1 - mean) / spread if spread > 1e-12 else count
+    mean, count = correct.mean().item(), len(correct)
     on_clean = clean.mean().item() or math.nan
     ratio = mean / on_clean
-    error = (correct - ratio * clean).square().mean().sqrt().item() / on_clean
-    half = 1.959964 * error / math.sqrt(count)
+    error = correct.std(correction=0).item() / math.sqrt(count)
+    error_of_ratio = (correct - ratio * clean).square().mean().sqrt().item() / on_clean
+    half = Z * error_of_ratio / math.sqrt(count)
     return {
         "mean": mean,
-        "mean_95": wilson_interval(mean * effective, effective),
+        "mean_95": interval_of_mean(mean, error, count),
         "relative": ratio,
         "relative_95": (max(0.0, ratio - half), ratio + half),
     }
@@ -149,12 +152,9 @@ def compare_corrupted(
     for number, (name, (classifier, images)) in enumerate(models.items(), start=1):
         path = folder / f"corruptions_{number}.npz"
         correct = classify_corrupted(classifier, images, path, options.seed, options.batch_size)
-        means = {kind: correct[kind].double().mean(dim=0) for kind in CORRUPTIONS}
-        means["mean"] = torch.stack([*means.values()]).mean(dim=0)
-        for kind, fraction in means.items():
-            mean, half = mean_interval(fraction - survived.setdefault(kind, fraction))
-            interval = {"difference": mean, "difference_95": (mean - half, mean + half)}
-            found[name][kind] = _mean(fraction, correct["clean"][0].double()) | interval
+        for kind, fractions in _survived(correct).items():
+            difference = average("difference", fractions - survived.setdefault(kind, fractions))
+            found[name][kind] = _mean(fractions, correct["clean"][0].double()) | difference
     name, *names = models
     first, *others = found.values()
     rows = [["corruption", f"{name} (95% interval)", *(f"{other} − {name}" for other in names)]]

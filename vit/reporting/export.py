@@ -14,8 +14,8 @@ from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
-from vit.reporting.export_formats import FORMATS, Runner, require_packages
-from vit.reporting.loading import results_folder
+from vit.reporting.export_formats import FORMATS, Runner
+from vit.reporting.loading import require_packages, results_folder
 from vit.reporting.model_card import write_hub
 from vit.reporting.page import export_page
 from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
@@ -38,7 +38,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
             installed, other files are in the way, or the logits differ by more than 1e-4.
     """
     for name in FORMATS.keys() & options.formats:
-        require_packages(f"export: {name}", FORMATS[name].packages)
+        require_packages(f"export: {name}", FORMATS[name].packages, "export")
     saved = load_model(run, "cpu", "float32")
     folder = results_folder(saved, options.out, EXPORT_FOLDER)
     targets = {name: folder / EXPORTS[name] for name in dict.fromkeys(options.formats)}

@@ -12,10 +12,9 @@ Shapes: B batch, C classes.
 
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,16 +46,6 @@ class Format(NamedTuple):
     runtime: str
     write: Callable[[Classifier, ModelConfig, Path], None]
     load: Callable[[Path], Runner]
-
-
-def require_packages(user: str, packages: Sequence[str]) -> None:
-    """Check that packages are installed, which `user` needs, in words; ValueError if not."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ValueError(
-            f"{user} needs {', '.join(missing)}, not installed here; run "
-            'pip install "vit-from-scratch[export]", or pip install ".[export]" in a checkout'
-        )
 
 
 # timm.

@@ -33,7 +33,8 @@ from vit.classifier import Classifier
 from vit.console import warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
-from vit.reporting.export_formats import require_packages, trace
+from vit.reporting.export_formats import trace
+from vit.reporting.loading import require_packages
 from vit.settings import shorten
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
@@ -58,7 +59,7 @@ def graph_of(classifier: Classifier) -> bytes:
         ValueError: The packages are not installed, the model's attention cannot be read, or
             torch.export does not support the model.
     """
-    require_packages("the live model", PACKAGES)
+    require_packages("the live model", PACKAGES, "export")
     import onnx_ir as ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes

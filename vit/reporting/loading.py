@@ -1,7 +1,10 @@
 """Inputs of eval.py: the model, its test images, and the folder for results."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from vit.data.datasets import load_test_images, split_training
@@ -71,14 +74,32 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
 def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
     """Find the training images of a model and those that were held out; files are not decoded.
 
+    They are where they were in training, or else in `root`.
+
     Raises:
         ValueError: They are missing, or differ from those that the model was trained on.
     """
-    data = dataclasses.replace(saved.config.data, root=root or saved.config.data.root)
+    data = saved.config.data
+    if root is not None:
+        there = dataclasses.replace(data, download=False)
+        config = dataclasses.replace(saved.config, data=there)
+        with contextlib.suppress(ValueError):
+            return load_split(dataclasses.replace(saved, config=config), None)
+        data = dataclasses.replace(data, root=root)
     training, held_out = split_training(data, saved.config.train.seed)
     if saved.fingerprint not in ("", training.fingerprint):
         raise ValueError(
             f"data.root: {data.root} does not contain the images that {saved.path} was trained on, "
-            "so its held-out images are unknown; restore them, or point --data.root at them"
+            "which this needs; restore them, or point --data.root at them"
         )
     return training, held_out
+
+
+def require_packages(user: str, packages: Sequence[str], extra: str) -> None:
+    """Check that packages of an extra, which `user` needs, are installed; ValueError if not."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"{user} needs {', '.join(missing)}, not installed here; run "
+            f'pip install "vit-from-scratch[{extra}]", or pip install ".[{extra}]" in a checkout'
+        )

@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.evaluation import evaluate
+from vit.evaluation import evaluate, intervals
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
@@ -28,7 +28,14 @@ from vit.reporting.calibration import (
 )
 from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
-from vit.reporting.loading import is_ours, load_run, load_split, load_test, results_folder
+from vit.reporting.loading import (
+    is_ours,
+    load_run,
+    load_split,
+    load_test,
+    require_packages,
+    results_folder,
+)
 from vit.reporting.predictions import TOP, columns_of
 from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
@@ -53,6 +60,8 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     name, root = options.unfamiliar, options.data.root
     others = load_unfamiliar(name, saved, root) if name else None
     training = load_split(saved, root)[0] if name else None
+    if options.corruptions:
+        require_packages("corruptions", ("scipy",), "evaluation")
     if options.coverage is not None:
         none = torch.zeros(0, len(test.classes))
         make_sets(saved.classifier, none, none[:, 0], options.coverage)
@@ -89,12 +98,13 @@ def write_report(
     replaced. With a coverage, there are sets of classes too, see `Calibration.sets`.
 
     Returns:
-        The report, see `vit.evaluation.report`, with the most confident mistakes, calibration, see
-        `measure_calibration`, and perhaps sets, see `measure_sets`. Its other numbers are of the
-        logits as trained.
+        The report and `intervals`, see `vit.evaluation`, with the most confident mistakes,
+        calibration, see `measure_calibration`, and perhaps sets, see `measure_sets`. Its other
+        numbers are of the logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
-    result["calibration"] = measure_calibration(classifier, images, logits)
+    result |= intervals(logits, images.labels.cpu())
+    result["calibration"] = measure_calibration(classifier, images, logits, result)
     if coverage is not None:
         result["sets"] = measure_sets(classifier, images, logits, coverage)
     pictures = {

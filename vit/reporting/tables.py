@@ -45,19 +45,26 @@ def _columns(cell: str) -> int:
 
 
 def with_interval(row: dict[str, Any], key: str, form: str) -> str:
-    """Format a value and its 95% interval, such as `loss` and `loss_95`, with a format code."""
-    low, high = row[f"{key}_95"]
-    return f"{row[key]:{form}} ({low:{form}} to {high:{form}})"
+    """Format a value and its 95% interval, such as `loss` and `loss_95`, with a format code.
+
+    A value may be None; old reports lack intervals.
+    """
+    value, interval = row[key], row.get(f"{key}_95")
+    text = "–" if value is None else f"{value:{form}}"
+    return f"{text} ({interval[0]:{form}} to {interval[1]:{form}})" if interval else text
 
 
 def metrics_table(result: dict[str, Any]) -> str:
-    """Format the result of `vit.evaluation.evaluate` as text: overall, then a row per class."""
+    """Format the result of `vit.evaluation.evaluate` as text: overall, then a row per class.
+
+    Intervals, in brackets, are of 95%.
+    """
     names = [shorten(name, LONGEST_NAME) for name in result["per_class"]]
     lines = [
         f"accuracy          {with_interval(result, 'accuracy', '.2%')}, {result['n']:,} images",
-        f"top-5 accuracy    {result['top5_accuracy']:.2%}",
-        f"mean recall       {result['balanced_accuracy']:.2%} (balanced accuracy)",
-        f"mean F1 score     {result['macro_f1']:.4f} (macro F1)",
+        f"top-5 accuracy    {with_interval(result, 'top5_accuracy', '.2%')}",
+        f"mean recall       {with_interval(result, 'balanced_accuracy', '.2%')}, balanced accuracy",
+        f"mean F1 score     {with_interval(result, 'macro_f1', '.4f')}, macro F1",
         f"speed             {result['images_per_second']:,.0f} images/s, slow start included",
     ]
     if len(names) <= 5:
@@ -66,7 +73,7 @@ def metrics_table(result: dict[str, Any]) -> str:
     confusion = enumerate(result["confusion_matrix"])
     for values, (label, counts) in zip(result["per_class"].values(), confusion, strict=True):
         count, worst = max((n, c) for c, n in enumerate(counts) if c != label)
-        cells = ["–" if values[key] is None else f"{values[key]:.1%}" for key in rows[0][1:3]]
+        cells = [with_interval(values, key, ".1%") for key in rows[0][1:3]]
         confused = f"{names[worst]} ({count})" if count else "–"
         rows.append([names[label], *cells, f"{values['n']:,}", confused])
     return "\n".join([*lines, "", *text_table(rows)])

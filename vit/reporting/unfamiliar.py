@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from vit.calibration import energy
 from vit.classifier import Classifier
@@ -18,10 +19,10 @@ from vit.data.images import ImageSet
 from vit.data.photos import find_photos
 from vit.data.sampling import balanced_subset
 from vit.data.stream import ImageFiles
+from vit.evaluation import bootstrap
 from vit.explain.charts import scores_picture
 from vit.model_file import SavedModel
 from vit.registry import DATASETS
-from vit.reporting.calibration import bootstrap
 from vit.reporting.config import ReportConfig
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
@@ -70,10 +71,12 @@ def report_unfamiliar(
     """Measure how well scores tell test images from others, see `detection`."""
     count = min(TRAINING, len(training))
     chosen = balanced_subset(training.labels, count, options.seed, "unfamiliar")
-    reference = _features(classifier, training.select(chosen).resized(classifier.preprocess))
+    sets = (training.select(chosen).resized(classifier.preprocess), test, others)
+    bar = tqdm(sets, "features", unit="set", leave=False, disable=None)  # on terminals only
+    reference, *features = (F.normalize(classifier.features(i), dim=1).cpu() for i in bar)
     familiar, unfamiliar = (
-        _scores(classifier.logits(images).cpu(), _features(classifier, images), reference)
-        for images in (test, others)
+        _scores(classifier.logits(images).cpu(), each, reference)
+        for images, each in zip(sets[1:], features, strict=True)
     )
     scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
     found = {name: detection(*pair) for name, pair in scores.items()}
@@ -85,13 +88,8 @@ def report_unfamiliar(
     return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows)]), pictures, {})
 
 
-def _features(classifier: Classifier, images: ImageSet) -> Tensor:
-    """Return features of length 1, (N, D), on the CPU."""
-    return F.normalize(classifier.features(images), dim=1).cpu()
-
-
 def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:
-    """Return how familiar images look, (N,) each, more for larger values.
+    """Return how familiar images look, (N,) each, more for larger values; features have length 1.
 
     For energy see `vit.calibration`. The distance to the tenth nearest of the training features
     (arXiv 2204.06507) is negated.
@@ -129,5 +127,5 @@ def detection(familiar: Tensor, unfamiliar: Tensor) -> dict[str, Any]:
 
     ones = (torch.ones(size, dtype=torch.float64) for size in sizes)
     found = dict(zip(METRICS, measure(*ones).tolist(), strict=True))
-    intervals = bootstrap(measure, *sizes)
+    intervals = bootstrap(measure, *sizes).tolist()
     return found | {f"{key}_95": pair for key, pair in zip(METRICS, intervals, strict=True)}
