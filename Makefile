@@ -23,7 +23,7 @@ help:
 	@echo "            TORCH=cpu installs PyTorch without its libraries for GPUs"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 6 minutes on two cores"
-	@echo "make coverage  all tests, and which lines of vit/ they run; fails below 95 %"
+	@echo "make coverage  all tests, and which lines of vit/ they run; fails below 95%"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lint-js  biome on the JavaScript of the Attention tab; needs npx"
 	@echo "make docs   the documentation site, into site/html; fails at broken links and missing pages"
