@@ -8,7 +8,7 @@ INSTALL := $(PIP) --require-hashes --only-binary :all:
 # Keeps the versions that are in a lock already, where requirements*.txt allow it.
 COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
-# With TORCH=cpu, PyTorch comes from here, without 5 GB of libraries for GPUs.
+# With TORCH=cpu, PyTorch comes from here, without 4 GB of libraries for GPUs.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Tests that start processes wait for them, so one worker more than there are cores.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
