@@ -23,11 +23,18 @@ def draw_images(batch=2, channels=3, size=16):
 
 
 @pytest.mark.parametrize(
-    ("patch_size", "embed_dim", "widths"),
-    [(1, 96, [96]), (4, 96, [32, 64, 64, 96]), (8, 10, [2, 5, 5, 7, 7, 10])],
+    ("patch_size", "embed_dim", "stem_width", "widths"),
+    [
+        (1, 96, None, [96]),
+        (4, 96, None, [32, 64, 64, 96]),
+        (8, 10, None, [2, 5, 5, 7, 7, 10]),
+        (8, 14, 5, [5, 10, 10, 14, 14, 14]),
+    ],
 )
-def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(patch_size, embed_dim, widths):
-    stem = randomize(conv_stem(patch_size, 3, embed_dim), 0.2).train()
+def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(
+    patch_size, embed_dim, stem_width, widths
+):
+    stem = randomize(conv_stem(patch_size, 3, embed_dim, stem_width), 0.2).train()
     convs = [module for module in stem.modules() if isinstance(module, nn.Conv2d)]
     norms = [module for module in stem.modules() if isinstance(module, nn.BatchNorm2d)]
     images = draw_images()

@@ -31,6 +31,8 @@ class ModelConfig:
             the pretrained model; its patch embedding is resampled for another
         stem: patch embedding: one linear projection, or a stack of 3x3 convolutions (arXiv
             2106.14881)
+        stem_width: width of the first convolution of stem=conv, which doubles whenever the image is
+            halved, up to embed_dim; null lets the width grow evenly to embed_dim
         embed_dim: width of a token
         depth: number of encoder blocks
         num_heads: number of attention heads; 1 is single-head attention
@@ -64,6 +66,7 @@ class ModelConfig:
     pretrained: settings.PathName | None = None
     patch_size: Annotated[int, Field(ge=1, le=10_000)] | None = None
     stem: Literal["linear", "conv"] = "linear"
+    stem_width: Annotated[int, Field(ge=1, le=10_000)] | None = None
     embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 192
     depth: Annotated[int, Field(ge=1, le=1000)] = 12
     num_heads: Annotated[int, Field(ge=1, le=1000)] = 3

@@ -30,6 +30,7 @@ class PatchEmbed(nn.Module):
         stem: "linear" maps each patch independently (arXiv 2010.11929, eq. 1). "conv" is a stack of
             3 x 3 convolutions, whose receptive fields overlap (arXiv 2106.14881); it needs a
             patch_size that is a power of two.
+        stem_width: Width of the first convolution of "conv", see `conv_stem`.
         bias: Whether the linear projection has a bias; the convolutions of "conv" have none.
 
     Raises:
@@ -43,6 +44,7 @@ class PatchEmbed(nn.Module):
         in_chans: int,
         embed_dim: int,
         stem: Literal["linear", "conv"],
+        stem_width: int | None = None,
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class PatchEmbed(nn.Module):
         if stem == "linear":
             self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size, bias=bias)
         elif stem == "conv":
-            self.proj = conv_stem(patch_size, in_chans, embed_dim)
+            self.proj = conv_stem(patch_size, in_chans, embed_dim, stem_width)
         else:
             raise ValueError(f"stem: {stem!r} is not linear or conv")
 
@@ -136,18 +138,22 @@ class ResidualConv(nn.Module):
         return x + self.conv(x)
 
 
-def conv_stem(patch_size: int, in_chans: int, embed_dim: int) -> nn.Sequential:
+def conv_stem(
+    patch_size: int, in_chans: int, embed_dim: int, stem_width: int | None = None
+) -> nn.Sequential:
     """Build a stack of 3 x 3 convolutions that downsamples images by patch_size.
 
     Every convolution is followed by batch norm and ReLU. The first keeps the resolution, and each
     of the next log2(patch_size) halves it; a residual convolution follows each of those but the
-    last. The width grows evenly to embed_dim: for patch_size=4 and embed_dim=96 the layers are
-    3 → 32, 32 → 64 (stride 2), 64 → 64 (residual), 64 → 96 (stride 2).
+    last. For patch_size=4, embed_dim=128 and stem_width=32 the layers are 3 → 32, 32 → 64
+    (stride 2), 64 → 64 (residual), 64 → 128 (stride 2).
 
     Args:
         patch_size: A power of two.
         in_chans: Colour channels.
         embed_dim: Output channels.
+        stem_width: Width of the first convolution, which doubles with each halving up to embed_dim;
+            None lets the width grow evenly. Multiples of 32 are fastest.
 
     Returns:
         A module from (B, in_chans, h, w) to (B, embed_dim, h / patch_size, w / patch_size).
@@ -158,7 +164,10 @@ def conv_stem(patch_size: int, in_chans: int, embed_dim: int) -> nn.Sequential:
     halvings = patch_size.bit_length() - 1
     if patch_size != 2**halvings:
         raise ValueError(f"patch_size: {patch_size} is not a power of two, which stem=conv needs")
-    widths = [embed_dim * step // (halvings + 1) for step in range(1, halvings + 2)]
+    if stem_width is None:
+        widths = [embed_dim * step // (halvings + 1) for step in range(1, halvings + 2)]
+    else:
+        widths = [min(stem_width * 2**step, embed_dim) for step in range(halvings)] + [embed_dim]
     layers = _conv_norm_act(in_chans, widths[0], 1)
     for step in range(1, halvings + 1):
         layers += _conv_norm_act(widths[step - 1], widths[step], 2)

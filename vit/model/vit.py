@@ -59,6 +59,7 @@ class VisionTransformer(nn.Module):
         num_classes: int,
         patch_size: int = 4,
         stem: Literal["linear", "conv"] = "linear",
+        stem_width: int | None = None,
         embed_dim: int = 192,
         depth: int = 12,
         num_heads: int = 3,
@@ -93,7 +94,7 @@ class VisionTransformer(nn.Module):
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.num_pos_prefix = 0 if no_embed_class else self.num_prefix_tokens
         self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, embed_dim, stem, bias=not pre_norm
+            img_size, patch_size, in_chans, embed_dim, stem, stem_width, bias=not pre_norm
         )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
