@@ -58,8 +58,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 SHARPNESS = {"even": 0.01, "sharp": 12}  # weights of 0.95 to 1.05 and of 0 to 64 times uniform
-# Of features: the widths of two runs, so few that no component is left out.
-WIDTHS = {"narrow": 20, "wide": 28}
+# Of features: the widths of runs, so few that no component is left out; the last has other images.
+WIDTHS = {"narrow": 20, "wide": 28, "alone": 24}
 FEATURE_STEPS, ROWS, COLUMNS, LAYERS, IMAGES = (0, 10), 4, 5, 2, 3
 
 
@@ -72,11 +72,14 @@ def deep_record(sharpness: float) -> Record:
 
 
 def tokens_of(run: str, step: int) -> torch.Tensor:
-    """Tokens of a class token and 20 patches, (L, B, N, D)."""
+    """Tokens of a class token and 20 patches, (L, B, N, D); "wide" has those of "narrow" in it."""
     generator = torch.Generator().manual_seed(WIDTHS[run] + step)
-    width = WIDTHS[run]
-    random = torch.randn(LAYERS, IMAGES, 1 + ROWS * COLUMNS, width, generator=generator)
-    return random * 0.8 ** torch.arange(width) + 0.5
+    width, layers = WIDTHS[run], LAYERS + (run == "wide")
+    random = torch.randn(layers, IMAGES, 1 + ROWS * COLUMNS, width, generator=generator)
+    tokens = random * 0.8 ** torch.arange(width) + 0.5
+    if run == "wide":
+        tokens[..., -WIDTHS["narrow"] :] += tokens_of("narrow", step)[[0, 1, 1]]
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +107,16 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert record.weights is not None
         weights = record.weights - 0.8 * record.weights[..., ::-1, :]  # differential attention
         write_record(writer, TAG, Record(details=record.details, weights=weights), 0)
-    uniform = torch.full((LAYERS, IMAGES, 2, 21, 21), 1 / 21)
+    uniform = torch.full((IMAGES, 2, 21, 21), 1 / 21)
     images = torch.rand(IMAGES, 3, 8 * ROWS, 8 * COLUMNS)
     for run in WIDTHS:
         with SummaryWriter(str(folder / run)) as writer:
             for step in FEATURE_STEPS:
+                tokens = tokens_of(run, step)
                 add_attention(
-                    writer, "image", images, uniform, step, grid=(ROWS, COLUMNS),
-                    num_prefix_tokens=1, readout="class_token", tokens=tokens_of(run, step),
+                    writer, "image", 1 - images if run == "alone" else images,
+                    [uniform] * len(tokens), step, grid=(ROWS, COLUMNS), num_prefix_tokens=1,
+                    readout="class_token", tokens=tokens,
                 )  # fmt: skip
     return folder
 
@@ -415,18 +420,18 @@ def show_features(page: Page, address: str, **parameters: Any) -> Frame:
     return frame
 
 
-def components(run: str, step: int, image: int) -> np.ndarray:
-    """Three components in standard deviations, on the axes of the last step, (L, P, 3)."""
-    last, tokens = (
-        tokens_of(run, at)[:, :, 1:].double().numpy() for at in (FEATURE_STEPS[-1], step)
-    )
+def components(
+    run: str, step: int, image: int, count: int = 3, frame: int = FEATURE_STEPS[-1]
+) -> np.ndarray:
+    """Components in standard deviations, on the axes of the step of a frame, (L, P, count)."""
+    last, tokens = (tokens_of(run, at)[:, :, 1:].double().numpy() for at in (frame, step))
     found = []
     for reference, layer in zip(last, tokens, strict=True):
         patches = reference.reshape(-1, reference.shape[-1])
         _, lengths, axes = np.linalg.svd(patches - patches.mean(axis=0), full_matrices=False)
         signs = np.sign(axes[np.arange(len(axes)), np.abs(axes).argmax(axis=1)])
-        along = (layer[image] - layer.mean(axis=(0, 1))) @ (axes * signs[:, None])[:3].T
-        found.append(along / (lengths[:3] / np.sqrt(len(patches))))
+        along = (layer[image] - layer.mean(axis=(0, 1))) @ (axes * signs[:, None])[:count].T
+        found.append(along / (lengths[:count] / np.sqrt(len(patches))))
     return np.stack(found)
 
 
@@ -467,6 +472,26 @@ def test_colours_are_components_on_the_axes_of_the_last_step(page: Page, address
     np.testing.assert_allclose(maps_of(frame, 3)[:, 0], second, atol=5)
 
 
+@pytest.mark.parametrize("step", FEATURE_STEPS)
+def test_another_run_has_the_colours_of_the_first(page: Page, address: str, step: int) -> None:
+    """60 shared patches: 7 components of "wide" and a constant predict those of "narrow"."""
+    pair = {"run2": "wide", "image2": "image_01", "second": "image_02", "step": step}
+    frame = show_features(page, address, **pair, token="1, 1")
+    wait_until(frame, "step", step, pane=1)
+    maps = frame.locator(".pane").nth(1).locator(".features > canvas:nth-child(5n + 2)").all()
+    shown = np.reshape([canvas.evaluate(PIXELS) for canvas in maps], (LAYERS + 1, -1, 3))
+    given = np.stack([components("wide", step, image, 7, step) for image in range(IMAGES)], axis=1)
+    wanted = np.stack([components("narrow", step, image) for image in range(IMAGES)], axis=1)
+    expected = []
+    for layer, to in zip(np.insert(given, 0, 1, axis=-1), wanted[[0, 1, 1]], strict=True):
+        found, *_ = np.linalg.lstsq(layer.reshape(-1, 8), to.reshape(-1, 3))
+        expected.append((127.5 + 51 * layer[1] @ found).clip(0, 255))
+    np.testing.assert_allclose(shown, expected, atol=5)
+    exact = cosines("wide", step, 1, 6, step, 1)
+    np.testing.assert_allclose(numbers(frame, 1)["cosines"][0], exact, atol=0.02)
+    expect(frame.get_by_text("Those of wide are predicted by a linear map")).to_have_count(2)
+
+
 def test_pointing_at_a_patch_shows_its_cosines(page: Page, address: str) -> None:
     frame = show_features(page, address, run2="narrow", step2=0, linked="no", second="image_02")
     wait_until(frame, "step", 0, pane=1)
@@ -492,10 +517,12 @@ def test_pointing_at_a_patch_shows_its_cosines(page: Page, address: str) -> None
 
 
 def test_runs_of_another_width_and_without_features_say_so(page: Page, address: str) -> None:
-    frame = show_features(page, address, run2="wide", token="1, 1")
-    wait_until(frame, "run", "wide", pane=1)
+    frame = show_features(page, address, run2="alone", token="1, 1")
+    wait_until(frame, "run", "alone", pane=1)
     assert numbers(frame)["cosines"][2] == [None, None]
     expect(frame.get_by_text("do not compare colours")).to_have_count(2)
+    expected = (127.5 + 51 * components("alone", 10, 0)).clip(0, 255)
+    np.testing.assert_allclose(maps_of(frame, 4, 1)[:, 0], expected, atol=5)
     frame = show(page, address, view="features")
     expect(frame.get_by_text("python eval.py RUN maps logs those")).to_be_visible()
     frame = show_features(page, address, view="heads", token="class token")

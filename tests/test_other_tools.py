@@ -6,19 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.utils import parametrizations
+from torch.func import functional_call, grad, jacrev, vmap
+from torch.nn.utils import parametrizations, prune
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from models import PLAIN, randomize
 from vit.model.vit import VisionTransformer
+from vit.model_file import load_model
 
 SIZES = {"img_size": (16, 24), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
 OURS = {"stem": "conv", "mlp_conv": True, "class_token": False, "global_pool": "avg"}
@@ -108,8 +110,49 @@ def test_classifier_is_reset() -> None:
         build(OURS).reset_classifier(3, "token")
 
 
+def test_grad_cam_is_that_of_timms_model() -> None:
+    """Its package is not among those of the tests, because there is no wheel of it."""
+    cam = pytest.importorskip("pytorch_grad_cam").GradCAM
+    targets = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
+    ours = build({"reg_tokens": 1})
+    theirs = timm.create_model("vit_tiny_patch16_224", **SIZES, reg_tokens=1, num_classes=5).eval()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    maps = []
+    for model in (ours, theirs):
+        with cam(model, [model.blocks[-1].norm1], lambda x: x[:, 2:].mT.unflatten(2, (2, 3))) as gc:
+            maps.append(gc(IMAGES, [targets.ClassifierOutputTarget(k) for k in (4, 0, 2)]))
+    assert maps[0].shape == (3, 16, 24) and maps[0].std() > 0.01
+    np.testing.assert_allclose(maps[0], maps[1], atol=1e-4)
+
+
+@pytest.fixture(params=["small", "cifar10_quick"])
+def model(request: pytest.FixtureRequest) -> VisionTransformer:
+    if request.param == "small":
+        return build()
+    found = load_model(request.param, "cpu", "float32").classifier.model
+    assert isinstance(found, VisionTransformer)
+    return found
+
+
+def images_for(model: VisionTransformer) -> Tensor:
+    patch = model.patch_embed
+    rows, columns = patch.grid_size
+    size = (3, 3, rows * patch.patch_size, columns * patch.patch_size)
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def exported(model: VisionTransformer) -> nn.Module:
+    free = {"images": {0: torch.export.Dim("batch")}}
+    return torch.export.export(model, (images_for(model),), dynamic_shapes=free).module()
+
+
 def normed(model: VisionTransformer) -> nn.Module:
     parametrizations.weight_norm(model.blocks[0].mlp.fc1)
+    return model
+
+
+def pruned(model: VisionTransformer) -> nn.Module:
+    prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", amount=1)  # a single weight
     return model
 
 
@@ -117,9 +160,11 @@ SAME: dict[str, Callable[[VisionTransformer], nn.Module]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "deepcopy": copy.deepcopy,
     "DataParallel": nn.DataParallel,
-    "jit.trace": lambda model: torch.jit.trace(model, IMAGES),
+    "jit.trace": lambda model: torch.jit.trace(model, images_for(model)),
+    "export": exported,
     "compile": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
     "weight norm": normed,
+    "pruning": pruned,
     "bfloat16": lambda model: model.bfloat16(),
     "half": lambda model: model.half(),
     "quantization": lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
@@ -130,24 +175,29 @@ SAME: dict[str, Callable[[VisionTransformer], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::UserWarning")
 @torch.no_grad()
-def test_logits_stay(tool: str) -> None:
-    model = build()
-    expected, size = model(IMAGES), 0.2 if tool in ("bfloat16", "half", "quantization") else 1e-4
+def test_logits_stay(tool: str, model: VisionTransformer) -> None:
+    images = images_for(model)[:2]  # three of them are traced and exported
+    expected, size = model(images), 0.2 if tool in ("bfloat16", "half", "quantization") else 1e-4
     dtype = {"bfloat16": torch.bfloat16, "half": torch.half}.get(tool, torch.float32)
-    found = SAME[tool](model)(IMAGES.to(dtype)).float()
+    found = SAME[tool](model)(images.to(dtype)).float()
     torch.testing.assert_close(found, expected, rtol=size, atol=size)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_attributions_and_the_graph(tmp_path: Path) -> None:
-    model = build()
-    with torch.device("meta"):
-        assert build()(IMAGES.to("meta")).shape == (3, 5)
-    black = torch.zeros(1, 3, 16, 24)
-    attributions = IntegratedGradients(model).attribute(IMAGES[:1], black, target=2, n_steps=200)
-    rise = model(IMAGES[:1])[0, 2] - model(black)[0, 2]
+def test_attributions_derivatives_and_the_graph(tmp_path: Path, model: VisionTransformer) -> None:
+    images = images_for(model)[:1]
+    black = torch.zeros_like(images)
+    assert copy.deepcopy(model).to("meta")(images.to("meta")).shape == (1, model.num_classes)
+    attributions = IntegratedGradients(model).attribute(images, black, target=2, n_steps=200)
+    rise = model(images)[0, 2] - model(black)[0, 2]
     torch.testing.assert_close(attributions.sum().float(), rise, rtol=0.02, atol=0.02)
+    seen: list[Tensor] = []
+    with model.blocks[1].register_forward_hook(lambda _, __, output: seen.append(output)):
+        expected = torch.autograd.functional.jacobian(model, images)
+    torch.testing.assert_close(jacrev(model)(images), expected, rtol=1e-3, atol=1e-5)
+    [patches] = model.get_intermediate_layers(images, [1])
+    torch.testing.assert_close(seen[0][:, model.num_prefix_tokens :], patches)
     with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_graph(model, IMAGES)
+        writer.add_graph(model, images)
     assert any(b"blocks" in path.read_bytes() for path in tmp_path.iterdir())

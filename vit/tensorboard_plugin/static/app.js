@@ -151,7 +151,8 @@ export class App {
     let otherStep = state.step2;
     if (otherStep === null && state.linked === "yes") otherStep = state.step;
     const image2 = state.image2 || state.image;
-    const second = state.run2 && this.#wanted(state.run2, image2, otherStep, problems);
+    const wanted = state.run2 && this.#wanted(state.run2, image2, otherStep, problems);
+    const second = wanted && { ...wanted, beside: first };
     if (second) state.step2 = second.at?.step ?? state.step2;
     this.main.classList.toggle("two", Boolean(second));
     this.panes[1].element.hidden = !second;

@@ -2,7 +2,7 @@
 //
 // Shapes: L layers, P patches, D token width, K numbers of a patch. See vit/explain/features.py.
 
-import { fetchFeatures } from "./api.js";
+import { fetchFeatures, fetchRecord } from "./api.js";
 import { button, make, shortName, write } from "./dom.js";
 import { MEAN, range, readCodes } from "./maths.js";
 import { MARK, Raster, fitPicture, outline, patchBox, pointing } from "./raster.js";
@@ -12,6 +12,8 @@ const [SMALLEST, LARGEST] = [32, 128]; // sides of a map
 const [LABEL, GAP] = [60, 12]; // width of the names of layers, and between maps
 const NOT_LOGGED =
   "No features of this image were logged. python eval.py RUN maps logs those of a finished run.";
+const OWN =
+  "No patches of the same images are shown, so each run has components of its own: do not compare colours.";
 const CHANGED = "After a change, features are not computed again; Reset shows the logged ones.";
 
 /** Read numbers, L times K times rows, from what the server sends: 8 bits, then scales. */
@@ -23,8 +25,8 @@ function readNumbers({ data }, layers, count, rows) {
 }
 
 const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
-const dot = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0);
-const columnsOf = (rows) => rows[0].map((_, column) => rows.map((row) => row[column]));
+export const dot = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0);
+export const columnsOf = (rows) => rows[0].map((_, column) => rows.map((row) => row[column]));
 const times = (vector, matrix) => columnsOf(matrix).map((column) => dot(vector, column));
 
 /** Patches of an image at a step: the mean of a frame, plus numbers of its axes. */
@@ -32,13 +34,22 @@ export class Features {
   #products = new Map();
   #units = [];
   #colours = [];
+  #mapped = null;
 
   /**
    * Numbers of patches, L times P times K; frames, L times K times D: the mean, then axes; and those
-   * of the last step, to which colours refer.
+   * of the last step, to which colours refer unless there is a basis of another run.
    */
-  constructor(numbers, frames, last) {
-    Object.assign(this, { numbers, frames, last });
+  constructor(numbers, frames, last, basis = null) {
+    Object.assign(this, { numbers, frames, last, basis });
+  }
+
+  /** Return the same patches with colours of another run, see `basisOf`; null keeps their own. */
+  in(basis) {
+    if (basis === null) return this;
+    if (this.#mapped?.basis !== basis)
+      this.#mapped = new Features(this.numbers, this.frames, this.last, basis);
+    return this.#mapped;
   }
 
   /** Return the products of the vectors of a frame with those of another one, K times K. */
@@ -73,9 +84,14 @@ export class Features {
     return cosines;
   }
 
-  /** Return three components of a patch on the axes of the last step, from this step's mean. */
+  /**
+   * Return three components of a patch on the axes of the last step, from this step's mean; or
+   * those that the basis predicts.
+   */
   components(layer, patch) {
     const [, ...found] = this.numbers[layer][patch];
+    const map = this.basis?.[layer];
+    if (map) return times([1, ...found].slice(0, map.length), map);
     if (this.frames === this.last) return found.slice(0, 3);
     const along = times([0, ...found], this.#productsWith(this.last, layer));
     const axes = this.last[layer].slice(1, 4);
@@ -93,13 +109,24 @@ export class Features {
   }
 }
 
-/** Load the features of an image at a step; null if none were logged. */
-export async function featuresOf({ run, layers, rows, columns }, image, at) {
-  if (!image.features) return null;
+/** Return which of an image's steps is shown, or undefined if it has no features of that step. */
+export const shownOf = (image, { at }) =>
+  image.features && image.steps.find(({ step }) => step === at.step);
+
+/** Load the patches of an image at the step of a run that is shown: {record, features}, or null. */
+export async function patchesOf(image, wanted) {
+  const at = shownOf(image, wanted);
+  if (!at) return null;
+  const { run, images } = wanted;
   const { tag, frames } = image.features;
-  const load = (one, step) => fetchFeatures(run, one, step);
-  const last = image.steps.at(-1);
-  const found = await Promise.all([load(tag, at), load(frames, at), load(frames, last)]);
+  const first = images.find(({ features }) => features?.frames === frames); // lends its times
+  const record = await fetchRecord(run, { ...image, has_weights: false }, at);
+  const { layers, rows, columns } = record;
+  const found = await Promise.all([
+    fetchFeatures(run, tag, at),
+    fetchFeatures(run, frames, shownOf(first, wanted) ?? at),
+    fetchFeatures(run, frames, first.steps.at(-1)),
+  ]);
   const [own] = found;
   const count = Math.floor(own.data.byteLength / (layers * (rows * columns + 4))); // K
   const widthOf = ({ data }) => Math.floor(data.byteLength / (layers * count)) - 4; // D
@@ -107,7 +134,7 @@ export async function featuresOf({ run, layers, rows, columns }, image, at) {
   const numbersOf = () => readNumbers(own, layers, count, rows * columns).map(columnsOf);
   const [frame, reference] = found.slice(1).map(frameOf);
   if (own.features?.last !== reference) own.features = new Features(numbersOf(), frame, reference);
-  return own.features;
+  return { record, features: own.features };
 }
 
 /** Return the cosines of a token with the patches of images, (L, P) each; null where unknown. */
@@ -153,8 +180,10 @@ export class FeaturesView {
     this.#key = key; // else a button may keep the focus
     this.#labels.forEach((one, at) => one.setAttribute("aria-pressed", String(at === layer)));
     const text = `Red, green and blue are components 1, 2 and 3 of the last step, ±${SPREAD} standard deviations.`;
-    const own = "Runs have components of their own: do not compare colours.";
-    return write(this.note, run2 && run2 !== run ? `${text} ${own}` : text);
+    const other = run2 !== run && compared.find(({ record: { run: name } }) => name === run2);
+    if (!other) return write(this.note, text);
+    const predicted = `Those of ${run2} are predicted by a linear map from its own components, fitted to patches of images that both runs show; what it cannot predict is grey.`;
+    return write(this.note, `${text} ${other.features.basis ? predicted : OWN}`);
   }
 
   #draw(layers, compared, titles, side) {

@@ -2,11 +2,12 @@
 
 import { fetchRecord } from "./api.js";
 import { ask, cancelAll, liveOf } from "./asking.js";
+import { basisOf } from "./basis.js";
 import { ColourBar } from "./colour_bar.js";
 import { button, make, shortName, write } from "./dom.js";
 import { changedPatches } from "./edits.js";
 import { numbersOf } from "./exporting.js";
-import { FeaturesView, featuresOf, similaritiesOf } from "./features.js";
+import { FeaturesView, patchesOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
@@ -172,16 +173,15 @@ export class Pane {
     }
   }
 
-  /** Return the records of the image and of the second one with features, if they are shown. */
-  async #features({ run, image, images, at }) {
+  /** Return the patches of the image and of the second one, if they are shown. */
+  async #features(wanted) {
     if (this.app.state.view !== "features") return [];
-    const found = [...new Set([image, this.app.secondOf(images)])].map(async (one) => {
-      const there = one.steps.find(({ step }) => step === at.step);
-      const record = there && (await fetchRecord(run, one, there));
-      return { record, features: record && (await featuresOf(record, one, there)) };
-    });
-    const [own, ...others] = await Promise.all(found);
-    return own.features ? [own, ...others.filter(({ features }) => features)] : [];
+    const { run, image, images, beside } = wanted;
+    const both = [...new Set([image, this.app.secondOf(images)])];
+    const [own, ...others] = await Promise.all(both.map((one) => patchesOf(one, wanted)));
+    if (!own) return [];
+    const basis = beside?.at && beside.run !== run ? await basisOf(beside, wanted) : null;
+    return [{ ...own, features: own.features.in(basis) }, ...others.filter(Boolean)];
   }
 
   #fail(problem) {
