@@ -8,7 +8,7 @@ INSTALL := $(PIP) --require-hashes --only-binary :all:
 # Keeps the versions that are in a lock already, where requirements*.txt allow it.
 COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
-# With TORCH=cpu, PyTorch comes from here, without 5 GB of libraries for GPUs.
+# With TORCH=cpu, PyTorch comes from here, without 4 GB of libraries for GPUs.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Tests that start processes wait for them, so one worker more than there are cores.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
@@ -23,7 +23,7 @@ help:
 	@echo "            TORCH=cpu installs PyTorch without its libraries for GPUs"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 6 minutes on two cores"
-	@echo "make coverage  all tests, and which lines of vit/ they run"
+	@echo "make coverage  all tests, and which lines of vit/ they run; fails below 95%"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lint-js  biome on the JavaScript of the Attention tab; needs npx"
 	@echo "make docs   the documentation site, into site/html; fails at broken links and missing pages"
@@ -47,7 +47,7 @@ coverage: .venv/installed-dev
 	$(BIN)/python -m coverage erase
 	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST))
 	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report --skip-covered
+	$(BIN)/python -m coverage report --skip-covered --fail-under=95
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

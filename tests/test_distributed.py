@@ -94,6 +94,17 @@ def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
     os.waitpid(child, 0)
 
 
+def test_an_interface_that_is_down_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"WORLD_SIZE": "2", MEETING: f"file://{tmp_path}/met", "GLOO_SOCKET_IFNAME": "no0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    down = pytest.raises(ValueError, match=r"interface no0, .* is down.*--train.processes 1")
+    with down, join_world(CPU, timeout_minutes=1):
+        pass
+
+
 def ended_child(work: Callable[[], object]) -> int:
     """Fork, call a function in the child, and return how the child ended."""
     child = os.fork()

@@ -119,6 +119,7 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
 
     Raises:
         ConnectionLost: On leaving, if the code inside failed because another process did.
+        ValueError: The network interface through which the processes communicate is down.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -151,6 +152,12 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     except Exception as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
+        if "unable to find address" in str(error).lower():
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this host")
+            raise ValueError(
+                f"train.processes: the network interface {interface}, through which the processes "
+                "communicate, is down or missing; bring it up, or use --train.processes 1"
+            ) from error
         text = "another process of the run has ended, or its machine"
         if "timed out" in str(error).lower():
             minutes = f"{timeout_minutes:g} minutes"
