@@ -112,6 +112,7 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
     return {
         "patch_size": kernel.shape[-1],
         "stem": "linear",
+        "stem_width": None,
         "embed_dim": dim,
         "depth": 1 + max(int(key.split(".")[1]) for key in weights if key.startswith("blocks.")),
         "num_heads": num_heads,
