@@ -14,7 +14,7 @@ Runs whole commands in separate processes, on CIFAR-10, which must be unpacked u
 7. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
 
 Each is given as wall time and as CPU time, which hardly depends on what else the machine does. On
-two idle cores, expect the first step within 4 seconds.
+two idle cores, expect the first step within 9 seconds.
 """
 
 import argparse
