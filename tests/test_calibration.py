@@ -26,6 +26,7 @@ from vit.evaluation import intervals, report
 from vit.model_file import load_model, save_model
 from vit.reporting.calibration import (
     calibration_table,
+    make_sets,
     measure_calibration,
     measure_sets,
     sets_table,
@@ -123,6 +124,14 @@ def test_report_and_predictions_use_the_temperature(
     assert again["calibration"] == trained["calibration"]
     assert again.keys() - trained.keys() == {"sets", "unfamiliar"}
     assert "LAC coverage" in printed
+    with (tmp_path / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for kind in ("lac", "raps"):
+        sets = [row[f"set_{kind}"].split("|") for row in rows]
+        hits = [row["label"] in inside for row, inside in zip(rows, sets, strict=True)]
+        found = again["sets"][kind][0]
+        assert found["coverage"] == pytest.approx(np.mean(hits))
+        assert found["size"] == pytest.approx(np.mean([len(inside) for inside in sets]))
     (line,) = (line for line in printed.splitlines() if line.startswith("energy "))
     assert f" {again['unfamiliar']['energy']['auroc']:.3f} (" in line
     assert (tmp_path / "unfamiliar.png").exists()
@@ -163,7 +172,7 @@ def test_model_file_keeps_the_calibration_and_older_ones_have_none(tmp_path: Pat
     table = calibration_table(
         measure_calibration(saved.classifier, images, logits, result)
     ).splitlines()
-    assert len(table) == 3 and table[2].startswith("not calibrated: no images were held out")
+    assert len(table) == 3 and table[2].startswith("not calibrated: it is a checkpoint, an")
 
 
 # Sets of classes.
@@ -255,7 +264,7 @@ def test_table_counts_coverage_and_classes() -> None:
     calibration = Calibration.fit(logits, labels)
     classifier = replace(load_model("cifar10_quick", "cpu").classifier, calibration=calibration)
     images = ImageSet(torch.zeros(300, 3, 32, 32, dtype=torch.uint8), labels, classifier.classes)
-    measured = measure_sets(classifier, images, logits, 0.9)
+    measured = measure_sets(make_sets(classifier, logits, uniform, 0.9), images)
     inside = calibration.sets(logits, uniform, 0.9)["lac"].numpy()
     hits, sizes = inside[np.arange(300), labels], inside.sum(axis=1)
     for rows, found in zip((slice(None), labels == 3), measured["lac"][::4], strict=False):
@@ -265,7 +274,7 @@ def test_table_counts_coverage_and_classes() -> None:
         assert found["size_95"] == pytest.approx((found["size"] - half, found["size"] + half), 1e-3)
     assert [row["class"] for row in measured["lac"]] == ["all", *classifier.classes[:9]]
     lines = sets_table(measured, 0.9).splitlines()
-    assert len(lines) == 1 + 1 + (1 + 9)
+    assert len(lines) == 1 + 1 + (1 + 9) + 1
     assert lines[2].startswith("all ") and f" {hits.mean():.1%} (" in lines[2]
 
 
@@ -296,7 +305,11 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, 
             assert inside[:5] == best[: len(inside)] and {*inside} <= {*calibrated.classes}
     assert call(tmp_path, "predict", tmp_path / "photos").code == 0  # replaces the table
     for model, flags, message in [
-        ("cifar10_quick", ("0.9",), "coverage: the model is not calibrated: no images were held"),
+        (
+            "cifar10_quick",
+            ("0.9",),
+            "coverage: the model is not calibrated: it is a",
+        ),
         (tmp_path, ("0.995",), "coverage: 0.995 is not allowed; it must be at most 0.99 for a"),
         (tmp_path, ("0.9", "--flip"), "coverage: not together with --flip"),
         (tmp_path, ("1.5",), "coverage: 1.5 is not allowed; it must be"),

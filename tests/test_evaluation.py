@@ -287,7 +287,8 @@ def test_report_gets_metrics_of_every_kind_of_images(
     found, table = part.numbers, part.table.splitlines()
     assert (found["images"], found["n"]) == (name, count)
     scores = ("maximum softmax", "energy", "nearest neighbours")
-    for line, score in zip(table[2:], scores, strict=True):
+    assert "random: 0.500, 0.893, 0.950" in table[-1]  # 100 of 112 images are familiar
+    for line, score in zip(table[2:-1], scores, strict=True):
         assert line.startswith(score) and f"{found[score]['auroc']:.3f} (" in line
     assert part.pictures["unfamiliar"].shape == (280, 960, 3)
     logits = saved.classifier.logits(test.pixels())

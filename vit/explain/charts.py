@@ -35,13 +35,13 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     from matplotlib.font_manager import FontProperties
 
     counts = torch.tensor(confusion, dtype=torch.float64)
-    fractions = counts / counts.sum(dim=1, keepdim=True)  # nan without images, drawn grey
+    percent = 100 * counts / counts.sum(dim=1, keepdim=True)  # nan without images, drawn grey
     few = len(classes) <= NUMBERED
     figure, axis = _panels((6.4, 5.6) if few else (9, 8))
     axis.set_facecolor("0.85")
     # The square root makes rare confusions visible next to the diagonal.
-    shown = axis.imshow(fractions.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
-    figure.colorbar(shown, ax=axis, label="fraction of the true class")
+    shown = axis.imshow(percent.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 100))
+    figure.colorbar(shown, ax=axis, label="% of the true class")
     axis.set(xlabel="predicted", ylabel="true")
     axis.set_title("confusion, % of each true class", fontsize=10)
     if len(classes) <= NAMED:
@@ -50,11 +50,11 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
         axis.set_xticks(range(len(names)), names, fontproperties=font, rotation=90)
         axis.set_yticks(range(len(names)), names, fontproperties=font)
     if few:
-        for (row, column), fraction in np.ndenumerate(fractions.numpy()):
-            if fraction > 0.005:
-                colour = "white" if fraction > 0.5 else "black"
-                text = f"{fraction:.0%}".rstrip("%")
-                axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
+        for (row, column), share in np.ndenumerate(percent.numpy()):
+            if share > 0.5:
+                colour = "white" if share > 50 else "black"
+                where = {"ha": "center", "va": "center"}
+                axis.text(column, row, f"{share:.0f}", color=colour, fontsize=8, **where)
     return pixels_of(figure)
 
 

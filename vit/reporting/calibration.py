@@ -3,19 +3,21 @@
 Shapes: N images, C classes.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.evaluation import average, fraction, intervals, report
 from vit.reporting.tables import text_table, with_interval
-from vit.seeding import generator
 
 MEASURES = ("temperature", "loss", "loss_95", "ece", "ece_95", "reliability")
-UNCALIBRATED = "no images were held out (data.val_size=0), or it is a checkpoint or an older file"
+UNCALIBRATED = (
+    "it is a checkpoint, an older file, or trained without held-out images; a run with "
+    "data.val_size above 0 ends with a calibrated model.safetensors"
+)
 
 
 def measure_calibration(
@@ -37,7 +39,7 @@ def measure_calibration(
 
 def calibration_table(measured: dict[str, dict[str, Any]]) -> str:
     """Format the result of `measure_calibration` as text."""
-    rows = [["probabilities", "temperature", "log loss (95% interval)", "ECE (95% interval)"]]
+    rows = [["probabilities", "temperature", "log loss (95% interval)", "calibration error (95%)"]]
     for name, row in measured.items():
         errors = [with_interval(row, key, ".4f") for key in ("loss", "ece")]
         rows.append([name, f"{row['temperature']:.3f}", *errors])
@@ -60,26 +62,35 @@ def make_sets(
     return classifier.calibration.sets(logits, uniform, coverage)
 
 
-def measure_sets(
-    classifier: Classifier, images: ImageSet, logits: Tensor, coverage: float
-) -> dict[str, list[dict[str, Any]]]:
-    """Measure the sets of test images with logits (N, C), see `vit.calibration.set_scores`.
+def measure_sets(sets: dict[str, Tensor], images: ImageSet) -> dict[str, list[dict[str, Any]]]:
+    """Measure sets of test images, as `Calibration.sets` returns them.
 
     Returns:
         For each kind, rows of all images and of each class that has images: class, coverage (0 to
         1) and size (mean number of classes), with their 95% intervals.
     """
-    uniform, labels = torch.rand(len(images), generator=generator(0, "test")), images.labels.cpu()
-    groups = {"all": torch.ones_like(labels, dtype=torch.bool)}
+    labels = images.labels.cpu()
+    groups = {"all": labels >= 0}
     groups |= {images.classes[label]: labels == label for label in labels.unique().tolist()}
     found: dict[str, list[dict[str, Any]]] = {}
-    for kind, inside in make_sets(classifier, logits, uniform, coverage).items():
+    for kind, inside in sets.items():
         found[kind] = []
         for name, chosen in groups.items():
             count, hits = int(chosen.sum()), int(inside[chosen, labels[chosen]].sum())
             row = fraction("coverage", hits, count) | average("size", inside[chosen].sum(dim=1))
             found[kind].append({"class": name, **row})
     return found
+
+
+def set_columns(
+    sets: dict[str, Tensor], logits: Tensor, classes: Sequence[str]
+) -> Iterator[dict[str, str]]:
+    """Yield the columns set_lac and set_raps of images: classes, best first, separated by |."""
+    for row, ranking in enumerate(logits.argsort(dim=1, descending=True).tolist()):
+        yield {
+            f"set_{kind}": "|".join(classes[c] for c in ranking if inside[row, c])
+            for kind, inside in sets.items()
+        }
 
 
 def sets_table(measured: dict[str, list[dict[str, Any]]], coverage: float) -> str:
@@ -92,4 +103,5 @@ def sets_table(measured: dict[str, list[dict[str, Any]]], coverage: float) -> st
         for row in found:
             rows[-1] += [with_interval(row, "coverage", ".1%"), with_interval(row, "size", ".2f")]
     title = f"sets with the true class of {coverage:.1%} of images, with 95% intervals"
-    return "\n".join([title, *text_table(rows)])
+    about = "LAC has the smallest sets; RAPS enlarges those of unclear images"
+    return "\n".join([title, *text_table(rows), about])

@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from vit.data.photos import find_photos, to_photo
 from vit.data.stream import ImageFiles
 from vit.files import write_table
 from vit.model.attention_model import no_maps_text
-from vit.reporting.calibration import make_sets
+from vit.reporting.calibration import make_sets, set_columns
 from vit.reporting.config import PhotoConfig, PredictConfig
 from vit.reporting.loading import load_run, results_folder
 from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE, PHOTOS_FOLDER, SHEET_SUFFIX
@@ -98,8 +98,11 @@ def _rank_files(
             for row, value in zip(rows, familiarity, strict=True):
                 row["familiarity"] = round(value, 4)
         if options.coverage is not None:
-            sets = _sets(classifier, images, logits, options.coverage)
-            rows = [row | columns for row, columns in zip(rows, sets, strict=True)]
+            # From the pixels, so that the set of a photo does not depend on those before it.
+            uniform = [zlib.crc32(image.numpy().tobytes()) / 2**32 for image in images]
+            sets = make_sets(classifier, logits, torch.tensor(uniform), options.coverage)
+            columns = set_columns(sets, logits, classifier.classes)
+            rows = [row | more for row, more in zip(rows, columns, strict=True)]
         for path, row in zip(found, rows, strict=True):
             yield {"file": path} | row
 
@@ -117,23 +120,6 @@ def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, T
 
 def _skip(problem: str) -> None:
     warn(printable(f"skipped: {problem.removeprefix('data.root: ').removeprefix('photo: ')}"))
-
-
-def _sets(
-    classifier: Classifier, images: Sequence[Tensor], logits: Tensor, coverage: float
-) -> list[dict[str, str]]:
-    """Return the columns with the sets of images (channels, H, W) with logits (N, C)."""
-    # From the pixels, so that the set of a photo does not depend on those before it.
-    uniform = torch.tensor([zlib.crc32(image.numpy().tobytes()) / 2**32 for image in images])
-    found = make_sets(classifier, logits, uniform, coverage)
-    order = logits.argsort(dim=1, descending=True).tolist()
-    return [
-        {
-            f"set_{kind}": "|".join(classifier.classes[c] for c in ranking if inside[row, c])
-            for kind, inside in found.items()
-        }
-        for row, ranking in enumerate(order)
-    ]
 
 
 def classify_photos(run: str, options: PhotoConfig) -> None:

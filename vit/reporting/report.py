@@ -24,6 +24,7 @@ from vit.reporting.calibration import (
     make_sets,
     measure_calibration,
     measure_sets,
+    set_columns,
     sets_table,
 )
 from vit.reporting.config import ReportConfig
@@ -41,6 +42,7 @@ from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
+from vit.seeding import generator
 
 MISTAKES = 16  # images in the gallery
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
@@ -58,8 +60,7 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     _require_own_report(folder)
     # What cannot work is refused before minutes of classifying.
     name, root = options.unfamiliar, options.data.root
-    others = load_unfamiliar(name, saved, root) if name else None
-    training = load_split(saved, root)[0] if name else None
+    unfamiliar = (load_unfamiliar(name, saved, root), load_split(saved, root)[0]) if name else None
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
     if options.coverage is not None:
@@ -72,8 +73,8 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     print(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
     if options.coverage is not None:
         print(f"\n{sets_table(result['sets'], options.coverage)}")
-    if others is not None and training is not None:
-        part = report_unfamiliar(saved.classifier, test, others, training, options)
+    if unfamiliar is not None:
+        part = report_unfamiliar(saved.classifier, test, *unfamiliar, options)
         _add(part, result, folder, saved.step)
     if options.corruptions:
         part = report_corruptions(saved, test, folder, result["accuracy"], options)
@@ -105,8 +106,13 @@ def write_report(
     result, logits = evaluate(classifier, images, batch_size)
     result |= intervals(logits, images.labels.cpu())
     result["calibration"] = measure_calibration(classifier, images, logits, result)
+    rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
     if coverage is not None:
-        result["sets"] = measure_sets(classifier, images, logits, coverage)
+        uniform = torch.rand(len(images), generator=generator(0, "test"))
+        sets = make_sets(classifier, logits, uniform, coverage)
+        result["sets"] = measure_sets(sets, images)
+        columns = set_columns(sets, logits, images.classes)
+        rows = (row | more for row, more in zip(rows, columns, strict=True))
     pictures = {
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
         "reliability": reliability_picture(result["calibration"]),
@@ -121,7 +127,6 @@ def write_report(
     for old in report_files(folder):
         old.unlink()
     _write(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
-    rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
 

@@ -83,9 +83,14 @@ def report_unfamiliar(
     rows = [["score", *METRICS.values()]]
     rows += [[name, *(with_interval(found[name], key, ".3f") for key in METRICS)] for name in found]
     title = f"{len(test):,} test images against {len(others):,} of {options.unfamiliar}"
+    share = len(test) / (len(test) + len(others))
+    about = (
+        f"perfect: AUROC 1, AUPR 1, FPR 0; random: 0.500, {share:.3f}, 0.950; FPR is the "
+        "fraction of unfamiliar images that are accepted with 95% of the test images"
+    )
     numbers = {"images": str(options.unfamiliar), "n": len(others), **found}
     pictures = {"unfamiliar": scores_picture(scores)}
-    return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows)]), pictures, {})
+    return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows), about]), pictures, {})
 
 
 def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:
