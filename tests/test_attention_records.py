@@ -20,7 +20,7 @@ from models import PLAIN
 from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
-from vit.data.datasets import choose_probes, load
+from vit.data.datasets import choose_images, load
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
@@ -44,7 +44,7 @@ from vit.training.config import Config
 
 IMAGES = load("shapes", ".", train=False, count=60)
 SHAPES = IMAGES.select(torch.arange(5))
-PROBES = choose_probes(IMAGES, 3, 7)
+PROBES = choose_images(IMAGES, 3, 7)
 STEPS = (0, 5)  # of logging
 TIMM: dict[str, Any] = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 

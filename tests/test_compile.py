@@ -14,7 +14,7 @@ from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
 from vit.run.checkpoint import latest_checkpoint
 from vit.training import compile
-from vit.training.compile import MANY_STEPS, choose_compilation, eagerly, missing_tool
+from vit.training.compile import MANY_STEPS, choose_compilation, evaluating, missing_tool
 from vit.training.config import Config
 from vit.training.step import TrainingStep
 from vit.training.train import train
@@ -162,7 +162,7 @@ def test_blocks_share_a_graph_for_each_size_and_evaluation_adds_none() -> None:
             model(torch.randn(4, 3, size, size)).sum().backward()
     assert len(graphs) == 2 * 2  # for each size, the first block drops nothing and the others do
     model.eval()
-    with eagerly():
+    with evaluating():
         for count in (1, 2, 3):
             model(torch.randn(count, 3, 16, 16), need_weights=True)
     assert len(graphs) == 4

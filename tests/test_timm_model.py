@@ -18,7 +18,6 @@ from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
-from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig, PhotoConfig, ReportConfig
@@ -145,7 +144,8 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
 
 def test_weight_decay_spares_what_timm_spares() -> None:
     arguments = {"embed_dim": 12, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
-    model = build_timm_model("timm:swin_tiny_patch4_window7_224", arguments, (32, 32), 3, 5)
+    config = ModelConfig(name="timm:swin_tiny_patch4_window7_224", timm_args=arguments)
+    model = build_model(config, Preprocess((32, 32), (0.5,) * 3, (0.5,) * 3), 5)
     (adamw,) = build_optimizers(model, OptimConfig(name="adamw"))
     spared = {
         name

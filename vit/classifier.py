@@ -20,7 +20,7 @@ from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, describe
 from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
-from vit.model.timm_model import build_timm_model
+from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
@@ -38,17 +38,21 @@ Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tel
 
 def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> nn.Module:
     """Build the untrained model of a config; ValueError if timm cannot build it."""
+    size, channels = preprocess.image_size, preprocess.channels
     if config.name != "vit":
-        arguments = config.timm_args or {}
-        return build_timm_model(
-            config.name, arguments, preprocess.image_size, preprocess.channels, num_classes
+        arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
+        # For `Muon`, which needs kernels in this layout; convolutions are faster in it too.
+        return create(config.name, {**arguments, "num_classes": num_classes}).to(
+            memory_format=torch.channels_last
         )
     return VisionTransformer(
-        img_size=preprocess.image_size,
-        in_chans=preprocess.channels,
-        num_classes=num_classes,
-        **config.vit_arguments(),
+        img_size=size, in_chans=channels, num_classes=num_classes, **config.vit_arguments()
     )
+
+
+def threads_of(device: torch.device) -> int:
+    """Return how many threads compute images of their own: on a CPU, as many as torch has."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,9 +131,8 @@ class Classifier:
         """Compute something of images in parts; on a CPU, each core works on another part."""
         size = self.part_size(batch_size)
         parts = images.split(size) if isinstance(images, Tensor) else images.parts(size)
-        cores = torch.get_num_threads() if self.device.type == "cpu" else 1
         count = max(1, math.ceil(len(images) / size))
-        return torch.cat(map_on_cores(work, parts, min(cores, count)))
+        return torch.cat(map_on_cores(work, parts, min(threads_of(self.device), count)))
 
     def _classify(self, images: Tensor) -> Tensor:
         inputs = self.normalize(images)

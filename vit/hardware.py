@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -97,17 +96,6 @@ def cores_to_use() -> int:
     """Return the number of cores to compute on: OMP_NUM_THREADS, or else all usable ones."""
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is one per level
     return min(usable_cores(), int(limit)) if limit.isdecimal() and int(limit) else usable_cores()
-
-
-@contextlib.contextmanager
-def cores_of_all_processes() -> Iterator[None]:
-    """Compute on the cores of all processes of a run, while the others wait or have ended."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before * local_processes())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def free_memory() -> int:

@@ -18,12 +18,12 @@ R = TypeVar("R")
 
 
 @contextmanager
-def one_core() -> Iterator[int]:
-    """Run operations of torch on one core; yield the number of threads that they had."""
+def on_cores(count: int) -> Iterator[None]:
+    """Run each operation of torch on so many cores."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
-        yield before
+        yield
     finally:
         torch.set_num_threads(before)
 
@@ -47,7 +47,7 @@ def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> li
     results: list[R] = []
     pending: deque[Future[R]] = deque()
     with (
-        one_core(),
+        on_cores(1),
         ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
     ):
         for item in items:

@@ -17,6 +17,7 @@ from vit.data.sampling import balanced_subset, describe_counts, held_out, held_o
 from vit.data.stream import ImageFiles
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
+from vit.settings import require
 
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
@@ -171,11 +172,8 @@ def split_training(
     training, held = images.divide(held_out(images.labels, images.classes, val_size, seed))
     if size is None:
         return training, held
-    if size > len(training):
-        raise ValueError(
-            f"data.train_size: {size} is not allowed; it must be at most {len(training)}, the "
-            "number of training images"
-        )
+    most = f"at most {len(training)}, the number of training images"
+    require(size <= len(training), "data.train_size", size, most)
     training = training.select(torch.arange(size))
     counts = training.class_counts()
     if min(counts) == 0:
@@ -186,7 +184,9 @@ def split_training(
     return training, held
 
 
-def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
-    """Load images to draw into memory, balanced over the classes; all if there are fewer."""
-    chosen = balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
+def choose_images(
+    images: ImageSet, count: int, seed: int, purpose: str = "track.probes"
+) -> ImageSet:
+    """Load a random choice of images into memory, balanced over the classes; all if too few."""
+    chosen = balanced_subset(images.labels, min(count, len(images)), seed, purpose)
     return images.select(chosen).in_memory()

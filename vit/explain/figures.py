@@ -101,7 +101,8 @@ def _statistic(title: str, statistic: Tensor) -> np.ndarray:
             for value, shade in zip(layer, shades, strict=True)
         ])  # fmt: skip
     head = [f"head {number}" for number in range(values.shape[1])]
-    return table(_headed(rows, head), box, title=title, labels=_layers(len(values)))
+    labels = [f"layer {number}" for number in range(len(values))]
+    return table(_headed(rows, head), box, title=title, labels=labels)
 
 
 def _number(text: str, shade: np.ndarray, box: tuple[int, int]) -> np.ndarray:
@@ -148,10 +149,6 @@ def gallery_picture(
     gallery = join(lines, axis=0)
     bars = [] if maps is None else [SIGNED]
     return table([[Panel(gallery)]], (len(gallery), gallery.shape[1]), title=title, bars=bars)
-
-
-def _layers(count: int) -> list[str]:
-    return [f"layer {number}" for number in range(count)]
 
 
 def _headed(rows: Sequence[Sequence[np.ndarray]], head: Sequence[str]) -> list[list[Panel]]:

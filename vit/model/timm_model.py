@@ -23,39 +23,22 @@ REFUSED = (
 )  # fmt: skip
 
 
-def build_timm_model(
-    name: str,
-    arguments: Mapping[str, Any],
-    img_size: tuple[int, int],
-    in_chans: int,
-    num_classes: int,
-) -> nn.Module:
-    """Build a timm model with random weights; nothing is downloaded.
-
-    Args:
-        name: "timm:" and the name of a model, see `timm.list_models`.
-        arguments: Arguments of the model, such as {"depth": 4}.
-        img_size: Height and width of the images, in pixels.
-        in_chans: Their channels.
-        num_classes: Number of classes.
-
-    Raises:
-        ValueError: There is no such model, or it cannot be built with these arguments.
-    """
-    complete = complete_arguments(name, arguments, img_size, in_chans)
-    # For `Muon`, which needs kernels in this layout; convolutions are faster in it too.
-    return create(name, {**complete, "num_classes": num_classes}).to(
-        memory_format=torch.channels_last
-    )
-
-
 def complete_arguments(
     name: str, arguments: Mapping[str, Any], img_size: tuple[int, int], in_chans: int
 ) -> dict[str, Any]:
     """Add what depends on the images to the arguments of a timm model.
 
     A model that takes an image size gets `img_size`. If it can resample its positions, it does, so
-    that training may start on smaller images. Arguments and errors as for `build_timm_model`.
+    that training may start on smaller images.
+
+    Args:
+        name: "timm:" and the name of a model, see `timm.list_models`.
+        arguments: Arguments of the model, such as {"depth": 4}.
+        img_size: Height and width of the images, in pixels.
+        in_chans: Their channels.
+
+    Raises:
+        ValueError: There is no such model, or it cannot be built with these arguments.
     """
     _require_known(name)
     if refused := [key for key in arguments if key in (*FROM_DATA, *REFUSED)]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.console import counted
+from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
 from vit.explain.figures import attention_picture, captions_of, features_picture
 from vit.explain.maps import MAP_KINDS, readout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
-from vit.model.attention_model import no_maps_text, require_attention
+from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, read_frames
@@ -48,14 +49,13 @@ def explain_run(run: str, options: MapsConfig) -> None:
     """
     saved = load_run(run, options)
     classifier = saved.classifier
-    if not classifier.has_maps:
-        raise ValueError(no_maps_text(classifier.model))
+    depth = len(require_attention(classifier.model).blocks)
     target = None if options.target is None else classifier.class_index(options.target)
     rollout = {name: getattr(options, name) for name in ALL_KINDS["rollout"].options}
-    check_rollout_options(**rollout, depth=len(require_attention(classifier.model).blocks))
+    check_rollout_options(**rollout, depth=depth)
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options.data.root)
-    indices = _choose_images(test, options)
+    indices = _choose_indices(test, options)
     folder = results_folder(saved, options.out) / ATTENTION_FOLDER
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
@@ -69,10 +69,8 @@ def explain_run(run: str, options: MapsConfig) -> None:
     count = min(unless_given if options.faithfulness is None else options.faithfulness, len(test))
     if count:
         print(f"\nmeasuring faithfulness on {count:,} randomly chosen test images", flush=True)
-        chosen = balanced_subset(test.labels, count, options.seed, "eval.faithfulness")
-        table = measure_maps(
-            classifier, test.select(chosen), kinds, options.batch_size, options.seed, **rollout
-        )
+        chosen = choose_images(test, count, options.seed, "eval.faithfulness")
+        table = measure_maps(classifier, chosen, kinds, options.batch_size, options.seed, **rollout)
         content = {
             "model": str(saved.path), "images": count, "rollout": rollout, "maps": table
         }  # fmt: skip
@@ -83,12 +81,12 @@ def explain_run(run: str, options: MapsConfig) -> None:
 def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
     """Log the test images that `explain_run` chooses by default; errors as there."""
     test = load_test(saved, root)
-    indices = _choose_images(test, MapsConfig())
+    indices = _choose_indices(test, MapsConfig())
     with SummaryWriter(str(folder)) as writer:
         _write_records(writer, saved, test, indices, None, {})
 
 
-def _choose_images(test: ImageSet, options: MapsConfig) -> Tensor:
+def _choose_indices(test: ImageSet, options: MapsConfig) -> Tensor:
     """Return the indices of the images to draw: --indices, or a balanced random choice."""
     for index in options.indices:
         if not 0 <= index < len(test):

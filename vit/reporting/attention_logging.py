@@ -1,15 +1,15 @@
 """The evaluator that follows attention through training: records, numbers and pictures."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.data.datasets import choose_probes
+from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.evaluation import Setup
 from vit.explain.figures import attention_picture, captions_of, statistics_picture
@@ -17,7 +17,7 @@ from vit.explain.importance import as_grid
 from vit.explain.statistics import largest_patch_norm
 from vit.model.attention_model import attention_model, require_attention
 from vit.reporting.attention_records import attention_records, read_frames
-from vit.reporting.heads import choose_held_out, draw_heads, measure_groups
+from vit.reporting.heads import draw_heads, measure_groups
 from vit.reporting.live import LiveLog
 from vit.run.tracker import ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
@@ -30,6 +30,7 @@ MUTED_IMAGES = 500  # held-out images on which heads are muted, at most
 MUTED_FRACTION = 0.02  # of a run that muting may take
 
 
+@dataclass
 class AttentionLogging:
     """Evaluator that logs the attention of a few images, the probes.
 
@@ -38,7 +39,7 @@ class AttentionLogging:
     at the last one also what muting each head costs.
 
     Args:
-        probes: The images; if there are none, nothing is logged.
+        probes: The images.
         steps: The steps after which it runs.
         seed: Seed of the choice of images to which the frames of features are fitted.
         held_out: Images on which heads are muted at the last step; None leaves that out.
@@ -46,25 +47,16 @@ class AttentionLogging:
         fitted: Images to some of which the frames of features are fitted; None leaves features out.
     """
 
-    name = "logging attention"
-
-    def __init__(
-        self,
-        probes: ImageSet,
-        steps: Collection[int],
-        seed: int = 0,
-        held_out: ImageSet | None = None,
-        live: LiveLog | None = None,
-        fitted: ImageSet | None = None,
-    ) -> None:
-        self.probes, self.seed = probes, seed
-        self.steps: Collection[int] = steps
-        self.held_out, self.live, self.fitted = held_out, live, fitted
+    probes: ImageSet
+    steps: Collection[int]
+    seed: int = 0
+    held_out: ImageSet | None = None
+    live: LiveLog | None = None
+    fitted: ImageSet | None = None
+    name: ClassVar[str] = "logging attention"
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
         """Yield records, attention/STATISTIC/layer_NN, and pictures."""
-        if not len(self.probes):
-            return
         importance = None
         if step == max(self.steps) and self.held_out is not None:
             effects = measure_groups(classifier, self.held_out)["heads"]
@@ -79,9 +71,7 @@ class AttentionLogging:
     def _log(
         self, classifier: Classifier, step: int, importance: Tensor | None
     ) -> Iterator[tuple[str, Logged]]:
-        frames = None
-        if self.fitted is not None:
-            frames = read_frames(classifier, self.fitted, self.seed)
+        frames = None if self.fitted is None else read_frames(classifier, self.fitted, self.seed)
         if frames is not None:
             yield FRAMES_TAG, frames_summary(frames.numpy())
         found = attention_records(classifier, self.probes, frames=frames)
@@ -129,7 +119,7 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
         return None
     images = setup.held_out if len(setup.held_out) else setup.training
     # Training images may be stored larger than the model takes them.
-    probes = choose_probes(images, track.probes, seed).resized(setup.preprocess)
+    probes = choose_images(images, track.probes, seed).resized(setup.preprocess)
     steps = milestones(setup.total_steps, track.milestones)
     live = LiveLog(track.live_mb, len(steps)) if track.live_mb else None
     return AttentionLogging(probes, steps, seed, _images_to_mute(setup), live, images)
@@ -144,4 +134,5 @@ def _images_to_mute(setup: Setup) -> ImageSet | None:
     heads = sum(block.attn.num_heads for block in blocks)
     trained = setup.total_steps * setup.config.train.batch_size
     count = min(MUTED_IMAGES, int(MUTED_FRACTION * 3 * trained / heads), len(setup.held_out))
-    return choose_held_out(setup.held_out, count, setup.config.train.seed) if count > 1 else None
+    seed = setup.config.train.seed
+    return choose_images(setup.held_out, count, seed, "heads") if count > 1 else None

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.classifier import Classifier
+from vit.classifier import Classifier, threads_of
 from vit.console import printable
-from vit.data.datasets import choose_probes
+from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.explain.colours import as_rgb
 from vit.explain.features import coordinates, fit_frames
@@ -136,7 +136,7 @@ def attention_records(
             return attention, [None] * len(part)
         return attention, [*_records(classifier, part, attention, frames, rollout)]
 
-    threads = _threads(classifier)
+    threads = threads_of(classifier.device)
     for starts in torch.arange(0, len(images), BATCH_SIZE).split(threads):
         yield from map_on_cores(read, starts.tolist(), threads)
 
@@ -148,7 +148,7 @@ def read_frames(classifier: Classifier, images: ImageSet, seed: int) -> Tensor |
     """
     model = require_attention(classifier.model)
     patches = math.prod(model.patch_embed.grid(*classifier.preprocess.image_size))
-    chosen = choose_probes(images, max(1, FITTED_PATCHES // patches), seed)
+    chosen = choose_images(images, max(1, FITTED_PATCHES // patches), seed)
     pixels = chosen.resized(classifier.preprocess).pixels()
 
     @torch.no_grad()
@@ -157,14 +157,9 @@ def read_frames(classifier: Classifier, images: ImageSet, seed: int) -> Tensor |
         return [layer[:, model.num_prefix_tokens :] for layer in tokens]
 
     parts = pixels.split(max(1, PART // patches))
-    batches = map_on_cores(read, parts, _threads(classifier))
+    batches = map_on_cores(read, parts, threads_of(classifier.device))
     finite = all(layer.isfinite().all() for batch in batches for layer in batch)
     return fit_frames(batches) if finite else None
-
-
-def _threads(classifier: Classifier) -> int:
-    """Return how many threads read images of their own: on a CPU, as many as torch has."""
-    return torch.get_num_threads() if classifier.device.type == "cpu" else 1
 
 
 def _records(

@@ -71,14 +71,12 @@ class ReportConfig(ImagesConfig):
     """Accuracy and other metrics on the test images, with figures.
 
     Attributes:
-        probes: number of test images to draw
         flip: average the logits of each image and its mirror image
         coverage: fraction of images whose set of classes is to contain the true one, such as 0.9
         unfamiliar: images of no class to tell from the test images: a folder, a data set, or noise
         corruptions: also classify the images with 15 corruptions at five severities
     """
 
-    probes: settings.CountOrZero = 8
     flip: bool = False
     coverage: settings.Between0And1 | None = None
     unfamiliar: settings.PathName | None = None
@@ -157,12 +155,10 @@ class CompareConfig(ImagesConfig):
 
     Attributes:
         others: runs, model files or included models to compare with the first
-        probes: number of test images to draw
         corruptions: also compare accuracy with 15 corruptions at five severities
     """
 
     others: tuple[settings.PathName, ...]
-    probes: settings.CountOrZero = 8
     corruptions: bool = False
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import PART, Classifier
-from vit.data.datasets import choose_probes
+from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.evaluation import Z, average, fraction, interval_of_mean
 from vit.explain.charts import corruption_chart
@@ -39,7 +39,7 @@ def report_corruptions(
 
     path, seed = folder / CORRUPTIONS_FILE, options.seed
     found = summarize(classify_corrupted(saved.classifier, test, path, seed, options.batch_size))
-    image = choose_probes(test, 1, seed).pixels()
+    image = choose_images(test, 1, seed).pixels()
     corrupted = {
         kind: [corrupt(image, kind, severity, seed)[0] for severity in SEVERITIES]
         for kind in CORRUPTIONS

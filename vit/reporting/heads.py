@@ -10,8 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
+from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
-from vit.data.sampling import balanced_subset
 from vit.explain.figures import statistics_picture
 from vit.explain.importance import (
     Effect,
@@ -25,7 +25,7 @@ from vit.explain.importance import (
 )
 from vit.explain.interventions import gates_of, with_gates
 from vit.files import write_atomically
-from vit.model.attention_model import no_maps_text
+from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
 from vit.reporting.config import HeadsConfig
 from vit.reporting.loading import load_run, load_split, results_folder
@@ -43,8 +43,7 @@ def measure_run(run: str, options: HeadsConfig) -> None:
             model's heads cannot be read.
     """
     saved = load_run(run, options)
-    if not saved.classifier.has_maps:
-        raise ValueError(no_maps_text(saved.classifier.model))
+    require_attention(saved.classifier.model)
     images = load_held_out(saved, options)
     folder = results_folder(saved, options.out)
     data = saved.config.data.name
@@ -64,13 +63,7 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
     if not len(held_out):
         raise ValueError(f"{saved.path}: no images were held out (data.val_size=0)")
     held_out = held_out.resized(saved.classifier.preprocess)
-    return choose_held_out(held_out, options.images, options.seed)
-
-
-def choose_held_out(images: ImageSet, count: int, seed: int) -> ImageSet:
-    """Choose images, balanced over the classes, or all if there are fewer; into memory."""
-    chosen = balanced_subset(images.labels, min(count, len(images)), seed, "heads")
-    return images.select(chosen).in_memory()
+    return choose_images(held_out, options.images, options.seed, "heads")
 
 
 def measure_groups(

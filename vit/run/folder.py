@@ -121,17 +121,14 @@ def lock_run(run: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def stored_config(path: Path) -> dict[str, Any] | None:
+def stored_config(run: Path) -> dict[str, Any] | None:
     """Read the config of a run, with the defaults of keys that an earlier version did not have.
 
-    Args:
-        path: The run folder, or a config file in it.
-
     Returns:
-        The config; None if there is none of this project.
+        The config; None if the folder has none of this project.
     """
     try:
-        stored = yaml.safe_load((path / CONFIG_FILE if path.is_dir() else path).read_text())
+        stored = yaml.safe_load((run / CONFIG_FILE).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     groups = {"data", "model", "optim", "train"}
@@ -169,14 +166,14 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
         for pattern in _WRITTEN:
             for path in run.glob(pattern):
                 delete(path)
-    write_config(config, step, run / CONFIG_FILE)
+    write_config(config, step, run)
     return run
 
 
-def write_config(config: Config, step: int, path: Path) -> None:
+def write_config(config: Config, step: int, run: Path) -> None:
     """Write a config, with comments about what the steps before `step` were trained with."""
-    values = to_dict(config)
-    stored = stored_config(path)
+    values, path = to_dict(config), run / CONFIG_FILE
+    stored = stored_config(run)
     comments = []
     if stored is not None:
         comments = [line for line in path.read_text().splitlines() if line.startswith("#")]

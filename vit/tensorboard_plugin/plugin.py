@@ -23,6 +23,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from vit.explain.colours import SIGNED, UNIFORM, table_of
+from vit.settings import shorten
 from vit.tensorboard_plugin.encoding import (
     FEATURES_TAG,
     LIVE_TAG,
@@ -49,6 +50,7 @@ CONTENT_TYPES = {
     ".json": "application/json",
 }
 EVERYTHING = 1000  # more steps of a tag than TensorBoard keeps
+LONGEST = 900  # characters of a message, because names in it may be long
 NO_MODEL = (
     "this run stored no model; eval.py RUN maps does, unless it was trained with track.live_mb=0"
 )
@@ -185,7 +187,7 @@ def _images(question: Question) -> Answer:
             if steps:
                 images.append(_image(series, tag, steps))
         except ValueError as error:
-            problems.append(_line(f"{tag}: {error}"))
+            problems.append(shorten(f"{tag}: {error}", LONGEST))
     if problems and not images:
         raise ValueError(problems[0])
     return {"images": images, "problems": problems}
@@ -250,7 +252,7 @@ def _live(question: Question) -> Answer:
     try:
         live = question.live()
     except ValueError as error:
-        return {"spec": None, "steps": [], "note": _line(str(error))}
+        return {"spec": None, "steps": [], "note": shorten(error, LONGEST)}
     steps = [
         {"step": one.max_step, "wall_time": one.max_wall_time, "dtype": dtype}
         for one in sorted(series.values(), key=lambda one: one.max_step)
@@ -300,14 +302,11 @@ def _application(provider: Any, answer: Callable[[Question], Answer], content_ty
         except grpc.RpcError as error:
             reason = f"TensorBoard's data server failed ({error.code().name})"
             code, text = 503, f"{reason}; restart it with --load_fast=false"
-        return http_util.Respond(request, {"error": _line(text)}, "application/json", code=code)
+        return http_util.Respond(
+            request, {"error": shorten(text, LONGEST)}, "application/json", code=code
+        )
 
     return application
-
-
-def _line(text: str) -> str:
-    """Return a message as one line, however long the names in it are."""
-    return " ".join(text.split())[:1000]
 
 
 def _image_tags(series: Series) -> list[str]:

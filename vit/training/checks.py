@@ -5,18 +5,20 @@ values, so that building it and passing images through it takes no time.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from vit.classifier import build_model
 from vit.data.layout import has_parts
+from vit.data.preprocess import Preprocess
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
-from vit.model.timm_model import build_timm_model, timm_name
+from vit.model.timm_model import timm_name
 from vit.model.variants import check_attention, load_attention
-from vit.model.vit import VisionTransformer
 from vit.registry import OPTIMIZERS
 from vit.settings import check, require, shorten
 from vit.training.config import Config
@@ -41,13 +43,10 @@ def check_config(config: Config) -> None:
     if model.name != "vit":
         check_timm(config)
         return
-    images, arguments = config.data.spec, {**model.vit_arguments(), "attention": "dot"}
+    preprocess = Preprocess.from_config(config.data)
     try:
         with torch.device("meta"):
-            built = VisionTransformer(
-                img_size=images.image_size, in_chans=images.channels, num_classes=CLASSES,
-                **arguments,
-            )  # fmt: skip
+            built: Any = build_model(replace(model, attention="dot"), preprocess, CLASSES)
     except ValueError as error:
         raise ValueError(f"model.{error}") from None
     if model.attention != "dot":
@@ -93,10 +92,10 @@ def check_timm(config: Config) -> None:
         ValueError: timm does not have the model or cannot build it, or it does not accept the
             images, the smaller images at the beginning, Muon, whitening, or checkpointing.
     """
-    name, arguments, train = config.model.name, config.model.timm_args or {}, config.train
-    image_size, channels = config.data.spec.image_size, config.data.spec.channels
+    name, train, preprocess = config.model.name, config.train, Preprocess.from_config(config.data)
+    image_size, channels = preprocess.image_size, preprocess.channels
     with torch.device("meta"):
-        model = build_timm_model(name, arguments, image_size, channels, CLASSES).eval()
+        model = build_model(config.model, preprocess, CLASSES).eval()
     if problem := _problem_with(model, image_size, channels):
         made_for = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
         raise ValueError(

@@ -10,7 +10,8 @@ import os
 import shutil
 import sys
 import sysconfig
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,6 +20,8 @@ from torch import nn
 
 from vit.console import say
 from vit.distributed.shard import is_sharded, replicate
+from vit.hardware import local_processes
+from vit.parallel import on_cores
 from vit.training.start import Run
 from vit.training.step import TrainingStep
 
@@ -90,12 +93,15 @@ def missing_tool(device: torch.device) -> str | None:
     return None
 
 
-def eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which nothing is compiled for the batches of evaluation.
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """Evaluate on the cores of all processes, while the others wait, and compile nothing.
 
-    They have other sizes, and torch gives up compiling after a few.
+    The batches have other sizes, and torch gives up compiling after a few.
     """
-    return torch.compiler.set_stance("force_eager")
+    cores = torch.get_num_threads() * local_processes()
+    with on_cores(cores), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def compiled(forward: nn.Module, by_block: bool = False) -> nn.Module:

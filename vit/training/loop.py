@@ -20,9 +20,8 @@ from vit.data.images import ImageSet
 from vit.data.sampling import balanced_batches, epoch_batches
 from vit.distributed.stop import Diverged, Stopped, StopRequest
 from vit.evaluation import Evaluator
-from vit.hardware import cores_of_all_processes
 from vit.run.tracker import Tracker
-from vit.training.compile import eagerly
+from vit.training.compile import evaluating
 from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep
 
@@ -165,7 +164,7 @@ class Loop:
         classifier = self.classifier() if due else None
         if classifier is None or self.tracker is None:
             return {}
-        with cores_of_all_processes(), eagerly():
+        with evaluating():
             for evaluator in due:
                 begin = time.perf_counter()
                 try:

@@ -156,7 +156,8 @@ class TrainingStep:
         """
         self.state.model.train(not self.state.frozen)
         result = torch.zeros(2, device=images.device)
-        batch = (images, targets, self._dropout_keys(len(images), images.device))
+        seed, count = fold_in(self.seed, "dropout", self.state.step), len(images)
+        batch = (images, targets, image_keys(seed, self.world.rank * count, count, images.device))
         parts = zip(*(tensor.chunk(self.accumulate) for tensor in batch), strict=True)
         for number, (part, target, keys) in enumerate(parts, start=1):
             synchronize(self.forward, number == self.accumulate)
@@ -176,8 +177,3 @@ class TrainingStep:
         first = self.world.rank * count
         seed = fold_in(self.seed, "augment", self.state.step)
         return Draws(seed, self.world.size * count, slice(first, first + count), device)
-
-    def _dropout_keys(self, count: int, device: torch.device) -> Tensor:
-        """Return the keys of the step for dropout in this process's images, (count,) int64."""
-        seed = fold_in(self.seed, "dropout", self.state.step)
-        return image_keys(seed, self.world.rank * count, count, device)

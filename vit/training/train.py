@@ -21,7 +21,6 @@ from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
 from vit.evaluation import Evaluator, Setup, evaluate
-from vit.hardware import cores_of_all_processes
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
 from vit.registry import EVALUATORS, REPORT
@@ -31,7 +30,7 @@ from vit.run.tracker import Tracker
 from vit.settings import flatten
 from vit.training.build import build_step
 from vit.training.checks import check_config
-from vit.training.compile import eagerly
+from vit.training.compile import evaluating
 from vit.training.config import Config, to_dict
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
@@ -51,8 +50,8 @@ def train(
     Args:
         config: The run.
         overwrite: Whether to delete an existing run in the folder.
-        allow_changes: Whether to resume an unfinished run with other learning rates, epochs, batch
-            size, augmentation, device or number of processes; data and model must be the same.
+        allow_changes: Whether to resume an unfinished run with other learning rates, epochs,
+            augmentation, device or number of processes; data and model must be the same.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -81,7 +80,7 @@ def train(
             classifier = loop.classifier()
             if tracker is None:
                 return None
-            with cores_of_all_processes(), eagerly():
+            with evaluating():
                 classifier = calibrate(classifier, held_out)
                 return finish_run(run, classifier, step.state, tracker, training.fingerprint)
 
