@@ -74,7 +74,7 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path) -> 
         ["git", "ls-files", "vit"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert set(listed.stdout.splitlines()) <= names
-    assert {"vit/weights/cifar10_quick.safetensors", "vit/py.typed"} <= names
+    assert {"vit/weights/cifar10.safetensors", "vit/py.typed"} <= names
     assert "vit/tensorboard_plugin/static/index.js" in names
     assert configs == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.yaml")}
     assert wheel.stat().st_size < 12e6
@@ -139,9 +139,9 @@ def test_installed_commands_find_the_bundled_recipes_and_model(
     words = ("--config", "shapes", "--print_config")
     assert run_installed(commands, tmp_path, "vit-train", *words).startswith("out: runs/shapes\n")
     Image.new("RGB", (60, 40), "green").save(tmp_path / "photo.png")
-    printed = run_installed(commands, tmp_path, "vit-eval", "cifar10_quick", "photo", "photo.png")
+    printed = run_installed(commands, tmp_path, "vit-eval", "cifar10", "photo", "photo.png")
     assert sum(line.endswith("%") for line in printed.splitlines()) == 5
-    assert len([*tmp_path.glob("runs/cifar10_quick/eval/photos/photo_*_sheet.png")]) == 1
+    assert len([*tmp_path.glob("runs/included/cifar10/eval/photos/photo_*_sheet.png")]) == 1
 
 
 def pins(text: str) -> dict[str, set[str]]:

@@ -157,8 +157,9 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         lines = (f"  {name:<9}{_title(config)}\n" for name, (config, _) in COMMANDS.items())
         about = (
             "Evaluate a trained Vision Transformer.\n\n"
-            "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is\n"
-            f"included. Commands, whose settings `{program('eval')} RUN COMMAND --help` lists:\n\n"
+            "RUN is a run folder, model.safetensors, a checkpoint, or the name of an included\n"
+            "model: cifar10 or cifar10_quick. Commands, whose settings\n"
+            f"`{program('eval')} RUN COMMAND --help` lists:\n\n"
         )
         usage = f"%(prog)s RUN [{' | '.join(COMMANDS)}] ..."
         _Parser(usage=usage, description=about + "".join(lines)).parse(words)

@@ -65,7 +65,7 @@ class SavedModel:
             return self.home
         folder = self.path.resolve().parent
         if folder == BUNDLED:  # nothing is written into the package
-            return Path("runs") / self.path.stem
+            return Path("runs/included") / self.path.stem
         return folder.parent if folder.name == CHECKPOINT_FOLDER else folder
 
     @property
@@ -95,7 +95,7 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
 
     Args:
         name: Run folder (its finished model, or else its newest checkpoint), model.safetensors,
-            checkpoint, the name of a bundled model such as "cifar10_quick", the folder of a
+            checkpoint, the name of a bundled model such as "cifar10", the folder of a
             classifier as transformers saves it, or "hf-hub:OWNER/NAME" on the Hugging Face Hub.
         device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
         precision: "auto" (bfloat16 where the hardware supports it), "float32" or "bfloat16".

@@ -26,7 +26,7 @@ class ModelConfig:
         pretrained: weights to start from: timm:NAME (downloaded, e.g.
             timm:vit_small_patch16_224.augreg_in21k), a .safetensors or .pth file with timm's names,
             a folder as timm or transformers saves it, a run folder or model file of this project,
-            or cifar10_quick; the architecture then comes from it; null starts from random weights
+            or cifar10; the architecture then comes from it; null starts from random weights
         patch_size: side of a patch in pixels, which divides those of images; null is 4, or that of
             the pretrained model; its patch embedding is resampled for another
         stem: patch embedding: one linear projection, or a stack of 3x3 convolutions (arXiv
