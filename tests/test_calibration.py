@@ -22,12 +22,10 @@ from small_runs import small
 from vit.calibration import Calibration, fit_temperature, set_scores
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
-from vit.evaluation import intervals, report
+from vit.evaluation import intervals
 from vit.model_file import load_model, save_model
 from vit.reporting.calibration import (
-    calibration_table,
     make_sets,
-    measure_calibration,
     measure_sets,
     sets_table,
 )
@@ -165,14 +163,6 @@ def test_model_file_keeps_the_calibration_and_older_ones_have_none(tmp_path: Pat
     classifier = replace(saved.classifier, calibration=calibration)
     save_model(tmp_path / "model.safetensors", classifier, saved.config, saved.step)
     assert load_model(tmp_path).classifier.calibration == calibration
-    images = ImageSet(torch.zeros(50, 3, 32, 32, dtype=torch.uint8), labels, classifier.classes)
-    result = report(logits, labels, classifier.classes) | intervals(logits, labels)
-    table = calibration_table(measure_calibration(classifier, images, logits, result)).splitlines()
-    assert len(table) == 3 and f" {calibration.temperature:.3f}   " in table[2]
-    table = calibration_table(
-        measure_calibration(saved.classifier, images, logits, result)
-    ).splitlines()
-    assert len(table) == 3 and table[2].startswith("not calibrated: it is a checkpoint, an")
 
 
 # Sets of classes.

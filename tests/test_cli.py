@@ -239,20 +239,10 @@ def test_a_command_has_its_settings_and_report_is_the_default(
     assert parse_eval(["maps", "maps"]) == ("maps", "maps", MapsConfig())
 
 
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [
-        ({"embed_dim": 97}, "model.num_heads: 3 does not divide dim=97"),
-        ({"patch_size": 5}, "model.patch_size: 5 does not divide img_size=32 x 48"),
-        ({"class_token": False}, "model.global_pool: token needs class_token=True; or use avg"),
-    ],
-)
-def test_a_model_that_cannot_be_built_is_refused_before_data_is_read(
-    model: dict[str, Any], problem: str
-) -> None:
-    config = from_dict({"data": {"name": "shapes", "image_size": (32, 48)}, "model": model})
-    with pytest.raises(ValueError, match=problem):
-        check_config(config)
+def test_a_model_that_cannot_be_built_is_refused_before_data_is_read() -> None:
+    data = {"name": "shapes", "image_size": (32, 48)}
+    with pytest.raises(ValueError, match=r"^model\.patch_size: 5 does not divide img_size=32 x 48"):
+        check_config(from_dict({"data": data, "model": {"patch_size": 5}}))
     line = "^model.depth: 0 is not allowed; it must be greater than or equal to 1$"
     for make in (ModelConfig, partial(replace, ModelConfig())):  # as on the command line
         with pytest.raises(ValueError, match=line):

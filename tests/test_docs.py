@@ -21,7 +21,6 @@ from vit.explain.rollout import (
     gradient_rollout,
     raw_attention,
 )
-from vit.registry import ALL_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/*.ipynb")])
@@ -166,9 +165,3 @@ def test_the_table_has_every_map_of_both_classes(page) -> None:
         stated = [float(cell.strip().replace("−", "-")) for cell in cells.split("|")]
         found = torch.cat([bird[kind].flatten(), plane[kind].flatten()]).tolist()
         assert stated == pytest.approx(found, abs=0.005), kind
-
-
-def test_the_page_explains_every_kind_of_map() -> None:
-    table = TEXT.split("## Every kind of map")[1].split("\n## ")[0]
-    explained = re.findall(r"^\| \[[^]]+\]\(#[\w×-]+\) `(\w+)`", table, flags=re.MULTILINE)
-    assert sorted(explained) == sorted(ALL_KINDS)

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from small_runs import make_loop, small
 from vit.explain.features import colours, coordinates, fit_frames
@@ -13,7 +11,6 @@ from vit.explain.figures import features_picture
 from vit.reporting.attention_logging import AttentionLogging
 from vit.tensorboard_plugin.encoding import decode_weights, encode_weights
 from vit.tensorboard_plugin.records import FRAMES_TAG
-from vit.tensorboard_plugin.summary import add_attention
 
 
 def tokens_of(layers: int = 2, batch: int = 6, patches: int = 20, width: int = 40) -> torch.Tensor:
@@ -83,13 +80,3 @@ def test_training_logs_features_at_each_step(tmp_path: Path) -> None:
     for parameter in classifier.model.parameters():
         torch.nn.init.constant_(parameter, torch.inf)
     assert FRAMES_TAG not in dict(logging.run(classifier, 0))  # and training goes on
-
-
-def test_add_attention_refuses_tokens_of_another_shape(tmp_path: Path) -> None:
-    weights = torch.full((2, 3, 4, 5, 5), 0.2)
-    for tokens in (torch.zeros(2, 3, 4, 8), torch.full((2, 3, 5, 8), np.nan)):
-        with SummaryWriter(str(tmp_path)) as writer, pytest.raises(ValueError, match=r"^tokens: "):
-            add_attention(
-                writer, "a", torch.zeros(3, 3, 8, 8), weights, 0, grid=(2, 2), num_prefix_tokens=1,
-                tokens=tokens,
-            )  # fmt: skip

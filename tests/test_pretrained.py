@@ -23,7 +23,6 @@ from vit.classifier import build_model
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model, save_model
@@ -91,7 +90,7 @@ PUBLISHED = (
     [("vit_tiny_patch16_224", SMALL_TIMM | options) for options in OPTIONS]
     + [(name, {"depth": 2}) for name in PUBLISHED],
 )
-def test_ours_gives_timms_logits_and_every_map(name, arguments):
+def test_ours_gives_timms_logits(name, arguments):
     theirs = draw_timm(name, num_classes=7, **arguments)
     settings, (size, _) = settings_of_timm(theirs, "timm's"), theirs.patch_embed.img_size
     ours = VisionTransformer(img_size=size, in_chans=3, num_classes=7, **settings).eval()
@@ -102,14 +101,7 @@ def test_ours_gives_timms_logits_and_every_map(name, arguments):
     assert expected.std() > 0.1
     assert not torch.allclose(expected[0], expected[1], atol=1e-2)  # the image matters
     assert_close(logits, expected, rtol=0, atol=1e-4)
-
     theirs.load_state_dict(ours.state_dict(), strict=True)  # and back
-    logits, found = attention_maps(ours, images[:1], tuple(MAP_KINDS))
-    assert_close(logits, expected[:1], rtol=0, atol=1e-4)
-    for kind, values in found.items():
-        grid = theirs.patch_embed.grid_size
-        assert values.shape[1:] == (images.shape[2:] if kind == "lrp_pixels" else grid), kind
-        assert values.isfinite().all() and values.max() > values.min(), kind
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

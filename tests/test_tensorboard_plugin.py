@@ -577,6 +577,8 @@ def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path: Pa
         ({"model": torch.nn.Linear(2, 2)}, "model: Linear is not a vit.Classifier"),
         ({"labels": [0, 4]}, r"labels: \[0, 4\] are not all 0 to 3"),
         ({"maps": {"mine": torch.rand(2, 12)}}, r"maps: mine is \(2, 12\), not \(2, 3, 4\)"),
+        ({"tokens": torch.zeros(2, 2, 12, 8)}, "^tokens: "),
+        ({"tokens": torch.full((2, 2, 13, 8), torch.nan)}, "^tokens: "),
     ],
 )
 def test_add_attention_refuses_in_one_line_before_it_writes(
