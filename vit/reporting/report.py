@@ -74,9 +74,11 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     if options.coverage is not None:
         print(f"\n{sets_table(result['sets'], options.coverage)}")
     if unfamiliar is not None:
+        print("\nscoring training, test and unfamiliar images", flush=True)
         part = report_unfamiliar(saved.classifier, test, *unfamiliar, options)
         _add(part, result, folder, saved.step)
     if options.corruptions:
+        print("\nclassifying corrupted images; after Ctrl-C, the same command goes on", flush=True)
         part = report_corruptions(saved, test, folder, result["accuracy"], options)
         _add(part, result, folder, saved.step)
     if not saved.classifier.has_maps:
