@@ -22,6 +22,7 @@ from models import save_untrained
 from vit.calibration import Calibration
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
+from vit.model import attention
 from vit.model_file import load
 from vit.reporting import export
 from vit.reporting.config import ExportConfig, PredictConfig
@@ -112,17 +113,29 @@ def test_transform_that_timm_makes_is_ours(tmp_path):
 @pytest.mark.parametrize(
     ("model", "part"),
     [
-        ({"mlp_conv": True, "global_pool": "avg"}, "timm's in blocks.0.mlp.conv.conv.bias, "),
+        ({"stem": "conv", "mlp_conv": True}, "no model.stem=conv and no model.mlp_conv=True; "),
         ({"head_dim": 4}, "it differs from timm's in blocks.0.attn.proj.weight, "),
-        ({"attention": "cosine"}, "model.attention=cosine; export it to onnx or torch"),
+        ({"attention": "cosine"}, "timm has no model.attention=cosine; export to onnx or torch"),
     ],
 )
 def test_model_that_timm_lacks_is_refused_with_the_reason(tmp_path, model, part):
     run = save(tmp_path / "run", model)
-    with pytest.raises(ValueError, match=r"export: timm is not possible for ") as error:
+    with pytest.raises(ValueError, match=r"^export: timm is not possible") as error:
         export_run(str(run), ExportConfig(formats=("timm",)))
     assert part in str(error.value)
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
+
+
+def test_timm_is_refused_when_attention_was_edited(run, monkeypatch):
+    """Logits of noise may be the same: this edit changes no score below 100."""
+
+    def edited(query, key, value, mask=None, dropout_p=0.0, need_weights=False):
+        scores = (query @ key.mT * query.shape[-1] ** -0.5).clamp(max=100)
+        return scores.softmax(-1) @ value, None
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", edited)
+    with pytest.raises(ValueError, match=r"because vit/model/attention\.py was edited and timm"):
+        export_run(str(run), ExportConfig(formats=("timm",)))
 
 
 # ONNX and torch.export.

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
+from vit.model import attention
 from vit.model.config import TIMM, ModelConfig
+from vit.model.fused_kernel import is_released
 from vit.model.timm_model import NORM_EPS, complete_arguments, heads
 from vit.settings import shorten
 
@@ -33,6 +35,8 @@ INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
 # Two of timm's Vision Transformers, by the epsilon of their layer norms, which is no argument. All
 # arguments are replaced by those of the model.
 TIMM_ARCHITECTURES = {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"}
+# Settings that timm's Vision Transformer lacks, with the value of what it has.
+IN_TIMM = {"stem": "linear", "mlp_conv": False, "attention": "dot"}
 CROP_MODES = {"crop": "center", "pad": "border", "squash": "squash"}  # timm's words for `fit`
 TRACED_BATCH = 2  # torch.export takes a batch of 1 for a constant
 
@@ -54,17 +58,27 @@ class Format(NamedTuple):
 def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, dict[str, Any]]:
     """Return the name and arguments with which timm builds the same architecture.
 
-    What timm lacks shows when weights and logits are compared; ValueError if it is the attention.
+    ValueError if timm has no such model.
     """
     if config.name != "vit":
         size, channels = preprocess.image_size, preprocess.channels
         arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
         arguments.pop(NORM_EPS, None)
         return config.name.removeprefix(TIMM), arguments
-    if config.attention != "dot":
+    lacking = [
+        f"model.{key}={value}"
+        for key, theirs in IN_TIMM.items()
+        if (value := getattr(config, key)) != theirs
+    ]
+    if lacking:
         raise ValueError(
-            f"export: timm is not possible for a model with model.attention={config.attention}; "
-            "export it to onnx or torch"
+            f"export: timm is not possible, because timm has no {' and no '.join(lacking)}; export "
+            "to onnx or torch, or train the recipe plain"
+        )
+    if not is_released(attention.scaled_dot_product_attention, attention.masked_softmax):
+        raise ValueError(
+            "export: timm is not possible, because vit/model/attention.py was edited and timm has "
+            "its own attention; export to onnx or torch"
         )
     from timm.models import VisionTransformer
 
