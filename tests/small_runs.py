@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.scale.soak import differences, left_behind
-from vit.classifier import Classifier, build_model
-from vit.data.preprocess import Preprocess
-from vit.data.shapes import KINDS
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
-from vit.model_file import save_model
 from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.tracker import Tracker
@@ -99,22 +95,6 @@ def make_loop(config: Config, tracker: Tracker | None = None, **how: Any) -> Loo
     run = begin(config, checkpoint=checkpoint, **how)
     training, held_out = load_data(run)
     return build_loop(run, build_step(run, training), training, held_out, tracker)
-
-
-def save_untrained(
-    out: Path, step: int = 1, classes: Sequence[str] = KINDS, **parts: dict[str, Any]
-) -> Path:
-    """Write a run folder with a random model, of drawn shapes if its data are not named."""
-    config = from_dict({"out": str(out), "data": {"name": "shapes"}, **parts})
-    preprocess = Preprocess.from_config(config.data)
-    torch.manual_seed(0)
-    model = build_model(config.model, preprocess, len(classes)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    classifier = Classifier(model, preprocess, tuple(classes), CPU, torch.float32)
-    out.mkdir(parents=True, exist_ok=True)
-    save_model(out / "model.safetensors", classifier, config, step)
-    return out
 
 
 def watch_updates(monkeypatch: Any, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:

@@ -190,25 +190,3 @@ def test_the_fused_kernel_is_used_where_it_is_faster(dtype, need_weights, device
     faster = device == "cuda" or dtype == torch.float32
     expected = faster and not need_weights
     assert bool(calls) == expected
-
-
-# --- MultiHeadSelfAttention's own properties ---
-
-
-def test_padding_changes_nothing(kernel):
-    module = draw_attention(12, 3)
-    lengths = [1, 3, 5]
-    mask = padding_mask(torch.tensor(lengths), 5)
-    x = draw_tokens()
-    other = torch.where(mask.mT, x, 1e3 * torch.randn(x.shape).double())
-
-    output, weights = module(x, mask, need_weights=True)
-    other_output, other_weights = module(other, mask, need_weights=True)
-
-    for i, length in enumerate(lengths):
-        unpadded_output, unpadded_weights = module(x[i : i + 1, :length], need_weights=True)
-        assert (weights[i, :, :, length:] == 0).all()
-        for padded in (output, other_output, module(other, mask)):
-            assert_close(padded[i, :length], unpadded_output[0], rtol=0, atol=1e-12)
-        for padded in (weights, other_weights):
-            assert_close(padded[i, :, :length, :length], unpadded_weights[0], rtol=0, atol=1e-12)

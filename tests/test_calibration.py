@@ -155,16 +155,6 @@ def test_report_and_predictions_use_the_temperature(
     assert float(row["probability"]) == pytest.approx(best[0], rel=1e-5)
 
 
-def test_model_file_keeps_the_calibration_and_older_ones_have_none(tmp_path: Path) -> None:
-    saved = load_model("cifar10_quick", "cpu", "float32")
-    assert saved.classifier.calibration is None
-    logits, labels = calibrated_case(50)
-    calibration = Calibration.fit(3 * logits, labels)
-    classifier = replace(saved.classifier, calibration=calibration)
-    save_model(tmp_path / "model.safetensors", classifier, saved.config, saved.step)
-    assert load_model(tmp_path).classifier.calibration == calibration
-
-
 # Sets of classes.
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
+from timm.layers import build_sincos2d_pos_embed
 from torch import nn
 from torch.testing import assert_close
 
@@ -11,7 +11,7 @@ from models import randomize
 from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
-from vit.model.embed import PatchEmbed, conv_stem, resample_pos_embed, sincos_pos_embed, whiten
+from vit.model.embed import PatchEmbed, conv_stem, sincos_pos_embed, whiten
 
 
 def draw_images(batch=2, channels=3, size=16):
@@ -94,11 +94,3 @@ def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
         PatchEmbed(size, 4, 3, 8, stem)
     with pytest.raises(ValueError, match=message):
         PatchEmbed(32, 4, 3, 8, stem)(torch.randn(1, 3, *size))
-
-
-@pytest.mark.parametrize(("grid", "wanted", "prefix"), [((8, 8), (16, 4), 0), ((3, 5), (6, 3), 2)])
-def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):
-    pos_embed = torch.randn(1, prefix + grid[0] * grid[1], 8)
-    found = resample_pos_embed(pos_embed, grid, wanted, prefix)
-    expected = resample_abs_pos_embed(pos_embed, wanted, grid, num_prefix_tokens=prefix)
-    assert_close(found, expected, rtol=0, atol=1e-6)

@@ -41,19 +41,6 @@ def classifier() -> Classifier:
 # Predictions.
 
 
-def test_predict_ranks_the_classes(classifier):
-    photo = draw_photo(40, 60)
-    inputs = classifier.normalize(classifier.preprocess.resize(photo)[None])
-    shares = classifier.model(inputs).softmax(dim=1)[0].detach()
-    found = classifier.predict(photo)
-    best = shares.argsort(descending=True)[:5]
-    assert list(found) == [CLASSES[number] for number in best]
-    assert list(found.values()) == pytest.approx(shares[best].tolist(), abs=1e-6)
-    assert list(classifier.predict(photo, top=2)) == list(found)[:2]
-    every = classifier.predict(photo, top=100)
-    assert len(every) == 7 and sum(every.values()) == pytest.approx(1, abs=1e-5)
-
-
 def test_a_photo_is_a_path_an_image_or_an_array(classifier, tmp_path):
     photo = draw_photo(40, 60)
     path = tmp_path / "some photo.png"

@@ -29,7 +29,7 @@ from attention_tab import (
     weights_of,
     write_run,
 )
-from small_runs import save_untrained
+from models import save_untrained
 from test_export import PLAIN, save
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
@@ -92,7 +92,7 @@ def test_last_step_alone_and_all_steps_replace_each_other_but_no_other_file(run,
 @pytest.fixture(scope="module")
 def shapes_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of shapes that has not been trained, and no logs, exported."""
-    run = save_untrained(tmp_path_factory.mktemp("shapes"), 7, model=PLAIN)
+    run = save_untrained(tmp_path_factory.mktemp("shapes"), PLAIN)
     assert export(run) == run / "export/live.html"
     return run
 
@@ -101,14 +101,14 @@ def shapes_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_model_without_logs_shows_test_images(shapes_run):
     found = stored(shapes_run / "export/live.html")
     (images,) = (found[name]["images"] for name in found if name.startswith("images?"))
-    assert {at["step"] for image in images for at in image["steps"]} == {7}
+    assert {at["step"] for image in images for at in image["steps"]} == {1}
     assert len({image["label"] for image in images} & {*KINDS}) == 8
     assert [path.name for path in shapes_run.rglob("events*")] == []
 
 
 def test_model_without_logs_and_test_images_is_refused(tmp_path):
     data = {"name": "folder", "root": str(tmp_path / "none")}
-    run = save_untrained(tmp_path, model=PLAIN, data=data)
+    run = save_untrained(tmp_path, PLAIN, data=data)
     with pytest.raises(ValueError, match=r"^data\.root: .*none.*$"):
         export(run)
 
@@ -233,7 +233,7 @@ def test_file_follows_the_system_and_connects_to_nothing(browser, run):
 @pytest.mark.slow
 def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     page.goto((shapes_run / "export/live.html").as_uri())
-    painted(page, "step", 7)
+    painted(page, "step", 1)
     classifier, rng = load(shapes_run, "cpu", "float32"), np.random.default_rng(0)
     heads = list(np.ndindex(*gates_of(classifier.model).shape))
     questions = [

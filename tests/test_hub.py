@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from PIL import Image
 from torch.testing import assert_close
 
-from command_line import Call
 from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
@@ -168,16 +166,3 @@ def test_included_models_are_as_good_as_readme_says(name: str) -> None:
     (stated,) = re.findall(rf"`{name}` is[^;]*; it reaches ([\d.]+)%\s+test", readme)
     # Other kernels round differently.
     assert accuracy == pytest.approx(float(stated) / 100, abs=5e-4)
-
-
-def test_a_photo_is_named_and_nothing_is_written_beside_the_model(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Image.effect_noise((60, 40), 100).save("photo.png")
-    before = sorted(BUNDLED.iterdir())
-    ended = call("cifar10_quick", "photo", "photo.png")
-    assert len(re.findall(r"^  \w+ +[\d.]+%$", ended.out, re.MULTILINE)) == 5
-    (written,) = Path("runs/included/cifar10_quick/eval/photos").iterdir()
-    assert f"wrote {written}" in ended.out
-    assert sorted(BUNDLED.iterdir()) == before

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from small_runs import save_untrained
+from models import save_untrained
 from vit.data.datasets import load_training
 from vit.explain.importance import (
     Effect,
@@ -56,7 +56,7 @@ def test_groups() -> None:
 
 def saved_run(out: Path, val_size: int) -> Path:
     data = {"name": "shapes", "train_size": 40, "val_size": val_size}
-    return save_untrained(out, data=data, model={"embed_dim": 24, "depth": 2, "patch_size": 8})
+    return save_untrained(out, {"embed_dim": 24, "depth": 2, "patch_size": 8}, data=data)
 
 
 def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.maps import faithfulness as bench
-from small_runs import save_untrained
+from models import save_untrained
 from vit.data.sampling import balanced_subset
 from vit.model_file import load_model
 from vit.reporting.loading import load_test
@@ -17,7 +17,7 @@ def run(tmp_path_factory) -> Path:
     """A run folder with a small random model of scikit-learn's digits."""
     model = {"embed_dim": 24, "depth": 1, "patch_size": 4, "zero_init": False}
     out, data = tmp_path_factory.mktemp("run"), {"name": "digits"}
-    return save_untrained(out, classes="0123456789", model=model, data=data)
+    return save_untrained(out, model, classes=tuple("0123456789"), data=data)
 
 
 def test_scores_with_mean_filling_are_those_of_eval(run, capsys):

@@ -1,7 +1,5 @@
 """Parameter groups, their learning rates by layer, and Muon."""
 
-import dataclasses
-
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmViT
@@ -159,13 +157,3 @@ def test_every_parameter_is_in_muon_or_its_adamw_with_the_rate_of_its_layer(vari
             assert group["initial_lr"] / lr == pytest.approx(expected[key][0] / 0.01), key
             assert group["weight_decay"] == (0.75 if lr == 0.02 else expected[key][1]), key
     assert not left
-
-
-def test_default_rates_are_those_that_the_results_were_measured_with():
-    found = dataclasses.asdict(OptimConfig())
-    assert found == {
-        "name": "muon", "lr": 2e-3, "weight_decay": 0.05, "muon_lr": 0.02,
-        "muon_weight_decay": 0.05, "muon_momentum": 0.85, "layer_decay": None,
-        "schedule": "linear", "warmup": 0.05, "label_smoothing": 0.1, "clip_grad": None,
-        "ema_decay": None,
-    }  # fmt: skip

@@ -11,7 +11,6 @@ from PIL import Image
 
 import vit
 from command_line import Call
-from vit.data.photos import find_photos
 
 SAME = ("--device", "cpu", "--precision", "float32")
 
@@ -50,13 +49,6 @@ NAMES = ["B.JPG", "a.jpeg", "c/0.png", "c/d/1.webp", 'c/ä, "é.bmp', "x.ppm", "
 def read_table(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-# Finding files.
-
-
-def test_folders_are_searched_and_hidden_and_other_files_ignored(photos):
-    assert find_photos([str(photos)], "predict") == [photos / name for name in NAMES]
 
 
 # The table, and what the head gets.

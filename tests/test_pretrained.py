@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from models import randomize
-from small_runs import Payload, assert_same, begin, save_untrained, small
+from models import randomize, save_untrained
+from small_runs import Payload, assert_same, begin, small
 from vit.classifier import build_model
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
@@ -542,7 +542,7 @@ def test_weights_of_another_model_are_one_line(saved, name, arguments, message, 
 
 
 def test_a_run_of_a_timm_model_names_it(tmp_path):
-    run = save_untrained(tmp_path, model={"name": "timm:test_resnet"}, optim={"name": "adamw"})
+    run = save_untrained(tmp_path, {"name": "timm:test_resnet"})
     config = Config(out="x", model=ModelConfig(pretrained=str(run)))
     found, source = resolve_pretrained(config, False)
     assert found.model.name == "timm:test_resnet"

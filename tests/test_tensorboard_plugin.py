@@ -45,7 +45,6 @@ from attention_tab import (
 )
 from models import grey_classifier
 from vit.explain.rollout import attention_rollout
-from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.tensorboard_plugin import add_attention
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
@@ -512,30 +511,17 @@ def test_add_attention_writes_what_the_tab_shows(
     assert sorted(found) == ["photo_00", "photo_00/weights", "photo_01", "photo_01/weights"]
     weights, images = arguments["weights"], arguments["images"]
     rollout = attention_rollout(weights, readout="class_token", num_prefix_tokens=1) * 13
-    probabilities = arguments["logits"].softmax(dim=1)
     for number in range(2):
         details = found[f"photo_{number:02d}"]
-        own = [layer[number : number + 1] for layer in weights]
-        (shown,), statistics = details.maps, details.statistics
+        (shown,) = details.maps
         assert (shown.kind, shown.title, shown.target) == ("rollout", "attention rollout", None)
-        for values, expected in (
-            (statistics.entropy, attention_entropy(own)),
-            (statistics.distance, attention_distance(own, (3, 4), 8, 1)),
-            (statistics.sink, sink_mass(own)),
-            (shown.values, rollout[number]),
-        ):
-            torch.testing.assert_close(torch.tensor(values), expected, rtol=6e-4, atol=0)
+        torch.testing.assert_close(torch.tensor(shown.values), rollout[number], rtol=6e-4, atol=0)
         assert details.prefix == ["class token"]
         assert details.classes == ["class 0", "class 1", "class 2", "class 3"]
         assert details.label == arguments["labels"][number]
-        order = probabilities[number].argsort(descending=True).tolist()
-        assert [index for index, _ in details.top] == order
         pixels = Image.open(io.BytesIO(base64.b64decode(details.image.partition(",")[2])))
         expected = (images[number] * 255).round().permute(1, 2, 0)
         np.testing.assert_array_equal(np.asarray(pixels), expected)
-        codes, scale = found[f"photo_{number:02d}/weights"]
-        error = np.abs(codes * scale[..., None] - weights[:, number].numpy())
-        assert error.max() <= weights.max() / 510 + 1e-6
 
 
 def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path: Path) -> None:
