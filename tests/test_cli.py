@@ -55,6 +55,7 @@ BAD_FLAGS = [
 BAD_EVAL = [
     ("", "run: missing; it comes first"),
     ("x draw", "draw: no such command; it must be one of report, maps, photo, "),
+    ("x phto", "; did you mean photo?\n"),
     ("x --attention --indices 3", "attention: not a setting of report, but of vit-eval RUN maps\n"),
     ("--export=onnx", "export: not a setting of report, but of vit-eval RUN export\n"),
     ("x photo", "the following arguments are required: PHOTO"),

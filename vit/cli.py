@@ -25,7 +25,7 @@ import yaml
 from vit.console import is_out_of_memory, printable, program, rank
 from vit.recipes import compose, read_config, read_yaml
 from vit.reporting.config import COMMANDS
-from vit.settings import ImageSize, keys, shorten, unknown
+from vit.settings import ImageSize, keys, shorten, suggest, unknown
 from vit.training.config import Config, to_dict
 
 # Errors of torch that a user can fix, by their words, and how.
@@ -170,6 +170,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     if name not in COMMANDS:
         raise ValueError(
             f"{shorten(name)}: no such command; it must be one of {', '.join(COMMANDS)}"
+            f"{suggest(name, COMMANDS)}"
         )
     for key in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
         known = {owner: {owner, *keys(config)} for owner, (config, _) in COMMANDS.items()}
