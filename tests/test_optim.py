@@ -7,10 +7,8 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from models import PLAIN
-from vit.distributed.world import World
 from vit.model.vit import VisionTransformer
 from vit.training.config import OptimConfig
-from vit.training.muon import Muon, orthogonalize
 from vit.training.optim import build_optimizers
 
 BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
@@ -70,30 +68,6 @@ def test_muon_updates_each_matrix_as_torchs_does(stem):
         for part, found in zip(expected[key], apart(key, parameter.detach()), strict=True):
             # An update is about 0.02 / 4, and is rounded to bfloat16 on its way.
             torch.testing.assert_close(found, part.detach(), rtol=0, atol=2e-4, msg=key)
-
-
-class Apart(World):
-    """A process that is told nothing by the others."""
-
-    def add(self, tensors: list[torch.Tensor]) -> None:
-        pass
-
-
-@pytest.mark.parametrize("size", [2, 5])
-def test_processes_orthogonalize_each_matrix_once(size: int) -> None:
-    draw = torch.Generator().manual_seed(0)
-    stacks = [torch.randn(shape, generator=draw) for shape in ((4, 8, 8), (1, 8, 16), (1, 16, 8))]
-    parts = []
-    for rank in range(size):
-        some = [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}]
-        muon = Muon(some, {}, 1, 0, 0, Apart(rank, size))
-        parts.append(muon._orthogonalized(stacks))
-    for stack, *updates in zip(stacks, *parts, strict=True):
-        torch.testing.assert_close(torch.stack(updates).sum(dim=0), orthogonalize(stack))
-        owners = torch.stack([update.abs().sum(dim=(1, 2)) > 0 for update in updates])
-        assert (owners.sum(dim=0) == 1).all()
-    busy = [any(bool(update.any()) for update in updates) for updates in parts]
-    assert all(busy)
 
 
 def names(model: nn.Module, groups: list[dict]) -> dict[str, dict]:

@@ -44,22 +44,16 @@ class World:
         return batch.chunk(self.size)[self.rank]
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Average tensors over the processes, in place.
+        """Average tensors of one dtype over the processes, in place and in one exchange.
 
         All tensors are averaged together and in the same order at every step, so that a resumed run
         adds them in the same order as an uninterrupted one. DistributedDataParallel reorders
         gradients after its first step.
         """
-        self.add(tensors)
         if self.size > 1:
-            torch._foreach_div_(tensors, self.size)
-
-    def add(self, tensors: list[Tensor]) -> None:
-        """Replace tensors of one dtype by their sums over the processes, in one exchange."""
-        if self.size > 1:
-            total = torch.cat([tensor.flatten() for tensor in tensors])
-            dist.all_reduce(total)
-            parts = total.split([tensor.numel() for tensor in tensors])
+            mean = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(mean)
+            parts = mean.div_(self.size).split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 

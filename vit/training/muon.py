@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.distributed.shard import to_full, to_local
-from vit.distributed.world import World
 
 # Coefficients of x, x³ and x⁵ in an iteration that moves values between 0 and 1 close to 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -31,8 +30,7 @@ class Muon(Optimizer):
         lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
         momentum: Decay of the moving average of gradients, 0 to 1.
-        world: The processes that train together. Each orthogonalizes a part of the matrices.
-        precision: In which matrices are orthogonalized and exchanged.
+        precision: In which matrices are orthogonalized.
     """
 
     def __init__(
@@ -42,10 +40,9 @@ class Muon(Optimizer):
         lr: float,
         weight_decay: float,
         momentum: float,
-        world: World = World(),  # noqa: B008
         precision: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.numbers, self.world, self.precision = numbers, world, precision
+        self.numbers, self.precision = numbers, precision
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -58,11 +55,9 @@ class Muon(Optimizer):
                 rows = parameter.shape[0] // self.numbers[parameter]
                 columns = parameter.numel() // parameter.shape[0]
                 by_shape[rows, columns].append((parameter, group))
-        stacks = [self._ahead([parameter for parameter, _ in some]) for some in by_shape.values()]
-        for ((rows, columns), some), stack in zip(
-            by_shape.items(), self._orthogonalized(stacks), strict=True
-        ):
-            updates = stack.split([self.numbers[parameter] for parameter, _ in some])
+        for (rows, columns), some in by_shape.items():
+            ahead = self._ahead([parameter for parameter, _ in some])
+            updates = orthogonalize(ahead).split([self.numbers[parameter] for parameter, _ in some])
             for (parameter, group), matrices in zip(some, updates, strict=True):
                 weight = to_local(parameter)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -99,19 +94,6 @@ class Muon(Optimizer):
                 )
             ]
         )
-
-    def _orthogonalized(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize stacks of matrices (K, m, n), each process a part of every stack."""
-        rank, size = self.world.rank, self.world.size
-        if size == 1:
-            return [orthogonalize(stack) for stack in stacks]
-        updates = [torch.zeros_like(stack) for stack in stacks]
-        for number, (stack, update) in enumerate(zip(stacks, updates, strict=True)):
-            first = (rank + number) % size  # so that single matrices are spread over processes
-            if first < len(stack):
-                update[first::size] = orthogonalize(stack[first::size])
-        self.world.add(updates)
-        return updates
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

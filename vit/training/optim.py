@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vit.distributed.world import World
 from vit.registry import OPTIMIZERS
 from vit.training.config import OptimConfig
 from vit.training.muon import Muon
@@ -23,7 +22,6 @@ def set_lr(optimizers: list[Optimizer], factor: float) -> None:
 def build_optimizers(
     model: nn.Module,
     settings: OptimConfig,
-    world: World = World(),  # noqa: B008
     precision: torch.dtype = torch.bfloat16,
 ) -> list[Optimizer]:
     """Build the optimizers of a VisionTransformer or of a model of timm.
@@ -76,7 +74,7 @@ def build_optimizers(
             for scale in sorted(matrices, reverse=True)
         ]
         rates = (settings.muon_lr, settings.muon_weight_decay, settings.muon_momentum)
-        optimizers.append(Muon(groups, numbers, *rates, world, precision))
+        optimizers.append(Muon(groups, numbers, *rates, precision))
     return optimizers
 
 

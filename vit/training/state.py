@@ -194,7 +194,7 @@ def build_state(
         complete = copy.deepcopy(model).to("cpu" if world.main else "meta")
         for model_or_average in (model, *([] if ema is None else [ema.module])):
             shard(model_or_average, device, run.precision)
-    optimizers = build_optimizers(model, config.optim, world, run.precision)
+    optimizers = build_optimizers(model, config.optim, run.precision)
     return TrainState(model, optimizers, ema, frozen=frozen, copy=complete)
 
 
