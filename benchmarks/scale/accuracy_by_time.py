@@ -4,10 +4,10 @@
 
 Trains configs/quick.yaml with time budgets of 1, 3 and 10 minutes, configs/plain.yaml with 10
 minutes and configs/cifar10_hour.yaml, each with several seeds, on CIFAR-10, which must be unpacked
-under --root; nothing else should run meanwhile. Each run evaluates on the test images once, at its
-end. Finished runs are not repeated and unfinished ones are resumed, so the command can be
-interrupted. Prints a table and draws docs/images/accuracy_by_time.png. With --seeds 3 it takes
-about four and a half hours.
+under --root; nothing else should run meanwhile. The test images are used at the end of each run:
+once as they are, and once together with their mirror images. Finished runs are not repeated and
+unfinished ones are resumed, so the command can be interrupted. Prints a table and draws
+docs/images/accuracy_by_time.png. With --seeds 3 it takes about four and a half hours.
 """
 
 import argparse
@@ -33,6 +33,7 @@ ROWS = {  # flags by name
     "10 minutes, plain": ["--config", "plain"],
     "1 hour": ["--config", "cifar10_hour"],
 }
+FLIPPED = "eval_flipped"  # folder in that of a run
 # Compact Transformers on an AMD 5900X: minutes and test accuracy (arXiv 2104.05704, version 4).
 PUBLISHED = (30, 80)
 
@@ -46,19 +47,24 @@ class Run:
         epochs: Passes over the training images.
         speed: Training images per second, over all of the training time.
         accuracy: Of the test images, in percent.
+        flipped: The same if the logits of each image and its mirror image are averaged.
     """
 
     seconds: float
     epochs: float
     speed: float
     accuracy: float
+    flipped: float
 
 
 def train(flags: list[str], seed: int, out: Path, root: str) -> None:
-    """Train a model, unless the folder contains a finished run."""
+    """Train and evaluate a model, unless the folder contains a finished run."""
     if not (out / "model.safetensors").exists():
         words = ["--train.seed", str(seed), "--out", str(out), "--data.root", root]
         subprocess.run([sys.executable, str(REPOSITORY / "train.py"), *flags, *words], check=True)
+    if not (out / FLIPPED).exists():
+        words = ["--flip", "--out", str(out / FLIPPED), "--data.root", root]
+        subprocess.run([sys.executable, str(REPOSITORY / "eval.py"), str(out), *words], check=True)
 
 
 def read(out: Path) -> Run:
@@ -66,12 +72,15 @@ def read(out: Path) -> Run:
     checkpoint = latest_checkpoint(out)
     assert checkpoint is not None
     seen = checkpoint.step * checkpoint.config["train"]["batch_size"]
-    report = json.loads((out / "eval/report.json").read_text())
+    accuracies = (
+        100 * json.loads((out / folder / "report.json").read_text())["accuracy"]
+        for folder in ("eval", FLIPPED)
+    )
     return Run(
         checkpoint.seconds,
         seen / checkpoint.num_images,
         seen / checkpoint.seconds,
-        100 * report["accuracy"],
+        *accuracies,
     )
 
 
@@ -86,9 +95,11 @@ def table(rows: dict[str, list[Run]]) -> str:
             ", ".join(f"{run.speed:,.0f}" for run in runs),
             ", ".join(f"{run.accuracy:.2f}" for run in runs),
             plus_minus(*mean_of_runs([run.accuracy for run in runs]), ".2f"),
+            plus_minus(*mean_of_runs([run.flipped for run in runs]), ".2f"),
         ]
 
-    heads = ["time budget", "training time", "epochs", "images/s", "test accuracy", "mean"]
+    heads = ["time budget", "training time", "epochs", "images/s", "test accuracy"]
+    heads += ["mean", "mean with flips"]
     return markdown(heads, [cells(name, runs) for name, runs in rows.items()])
 
 
