@@ -121,5 +121,5 @@ def as_table(found: dict[str, list[Effect]]) -> str:
             (mean, half), (points, spread) = effect.probability, effect.accuracy
             rows.append([name, f"{mean:.4f} ± {half:.4f}", f"{points:.2%} ± {spread:.2%}"])
         if len(effects) > LISTED:
-            rows.append([f"... {len(effects) - LISTED} more {part}", "", ""])
+            rows.append([f"{part} not listed: {len(effects) - LISTED}", "", ""])
     return "\n".join(line.rstrip() for line in text_table(rows))
