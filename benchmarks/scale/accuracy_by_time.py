@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.run.checkpoint import latest_checkpoint
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.messages import clock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -59,10 +60,10 @@ class Run:
 
 def train(flags: list[str], seed: int, out: Path, root: str) -> None:
     """Train and evaluate a model, unless the folder contains a finished run."""
-    if not (out / "model.safetensors").exists():
+    if not (out / MODEL_FILE).exists():
         words = ["--train.seed", str(seed), "--out", str(out), "--data.root", root]
         subprocess.run([sys.executable, str(REPOSITORY / "train.py"), *flags, *words], check=True)
-    if not (out / FLIPPED).exists():
+    if not (out / FLIPPED / REPORT_FILE).exists():
         words = ["--flip", "--out", str(out / FLIPPED), "--data.root", root]
         subprocess.run([sys.executable, str(REPOSITORY / "eval.py"), str(out), *words], check=True)
 
@@ -73,8 +74,8 @@ def read(out: Path) -> Run:
     assert checkpoint is not None
     seen = checkpoint.step * checkpoint.config["train"]["batch_size"]
     accuracies = (
-        100 * json.loads((out / folder / "report.json").read_text())["accuracy"]
-        for folder in ("eval", FLIPPED)
+        100 * json.loads((out / folder / REPORT_FILE).read_text())["accuracy"]
+        for folder in (EVAL_FOLDER, FLIPPED)
     )
     return Run(
         checkpoint.seconds,
