@@ -172,6 +172,7 @@ def test_file_shows_the_records_and_asks_for_nothing(page, run):
     )
     page.keyboard.press("[")
     page.keyboard.press("ArrowRight")
+    painted(page, "step", 79)
     shown = painted(page, "token", "1, 3")
     np.testing.assert_allclose(
         shown["heads"], attention(weights_of(run, TAG, 79), token + 1, "to"), rtol=1e-5
