@@ -203,8 +203,9 @@ def test_a_recipe_is_found_from_any_folder(
 
 def test_every_recipe_is_whole_and_named_after_its_run() -> None:
     for file in RECIPES.glob("*.yaml"):
-        config, _ = parse_train(["--config", str(file), "--train.budget_minutes", "1"])
-        assert (config.out, config.train.budget_minutes) == (f"runs/{file.stem}", 1)
+        for minutes in (1, 3, 10, 60):  # each may have settings of its own
+            config, _ = parse_train(["--config", str(file), "--train.budget_minutes", str(minutes)])
+            assert (config.out, config.train.budget_minutes) == (f"runs/{file.stem}", minutes)
         assert file.read_text().startswith("# ")
 
 
