@@ -10,7 +10,8 @@
    without biases of queries, keys and values as in SimpleViT, are compared separately.
    With --compile, compiled models too; with --cpu_time, the CPU time of one thread, which hardly
    depends on other load.
-2. The FLOP/s of this project's step next to those of large matrix products.
+2. The FLOP/s of configs/quick.yaml on one core next to those of large matrix products, compiled too
+   with --compile.
 3. Steps of configs/quick.yaml: the fraction spent selecting and augmenting images; a profile.
 
 Expect this project to be as fast as the fastest of the others, within a tenth.
@@ -35,6 +36,7 @@ from vit.cli import parse_train
 from vit.data.images import ImageSet
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
+from vit.parallel import on_cores
 from vit.training.build import build_step, mean_step_seconds
 from vit.training.config import Config
 from vit.training.start import Run
@@ -149,14 +151,17 @@ def matrix_product(
 
 
 def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
-    """Count the FLOP of matrix products and convolutions, forward and backward."""
+    """Count the FLOP of matrix products and convolutions, forward and backward.
+
+    The backward pass needs a product for the gradient of each factor, so twice those of the forward
+    pass. Torch counts it itself, but for a depthwise convolution far too high.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     few, device = 2, next(model.parameters()).device
-    with FlopCounterMode(display=False) as counter:
-        model(torch.randn(few, 3, size, size, device=device)).sum().backward()
-    model.zero_grad()
-    return counter.get_total_flops() / few * batch
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randn(few, 3, size, size, device=device))
+    return 3 * counter.get_total_flops() / few * batch
 
 
 def compare_peers(
@@ -190,21 +195,36 @@ def native_precisions() -> list[torch.dtype]:
     return sorted({torch.float32, choose_precision("auto", CPU)}, key=str, reverse=True)
 
 
-def compare_to_products(batch: int, rounds: int) -> None:
-    """Print how the FLOP/s of our training step compare with those of large matrix products."""
-    model = ours(class_token=False)
-    with mock.patch("vit.model.attention.uses_fused_kernel", return_value=False):
-        flops = flops_of_step(model, batch)
-    print(f"\nour step without a class token, {flops / 1e9:.0f} GFLOP, and products of 2048")
-    for precision in native_precisions():
+def compare_to_products(rounds: int, compiled: bool, batch: int = 64) -> None:
+    """Print how the FLOP/s of configs/quick.yaml on a core compare with those of large products."""
+    step, _ = make_step(parse_train([])[0])
+    models = {"quick": step.state.model}
+    if compiled:
+        models["quick, compiled"] = cast(nn.Module, torch.compile(step.state.model, dynamic=False))
+    for precision, phase in itertools.product(native_precisions(), step.schedule.phases()):
+        size = phase.image_size[0]
+        images = torch.randn(batch, 3, size, size)
+        with mock.patch("vit.model.attention.uses_fused_kernel", return_value=False):
+            flops = flops_of_step(step.state.model, batch, size)
         product, product_flops = matrix_product(precision)
-        works = {"product": product, "step": training(model, random_batches(batch), precision)}
-        timings = take_turns(works, rounds)
-        peak, rate = product_flops / timings["product"].seconds, flops / timings["step"].seconds
-        print(
-            f"  {str(precision)[6:]}: products {peak / 1e9:.0f} GFLOP/s, step {rate / 1e9:.0f}: "
-            f"{timings['step'].speed(flops / product_flops)}"
-        )
+        passes = {name: partial(both_passes, m, images, precision) for name, m in models.items()}
+        with on_cores(1):
+            timings = take_turns({"products of 2048": product, **passes}, rounds)
+        print(f"\n{size} x {size} pixels, forward and backward, one core, {str(precision)[6:]}")
+        for name, timing in timings.items():
+            work = flops if name in models else product_flops
+            print(
+                f"  {name:<34}{work / timing.seconds / 1e9:6.0f} GFLOP/s   "
+                f"{timing.speed(work / product_flops)}"
+            )
+
+
+def both_passes(model: nn.Module, images: Tensor, precision: torch.dtype) -> None:
+    """Run the forward and backward pass of a model."""
+    with autocast(CPU, precision):
+        logits = model(images)
+    logits.float().sum().backward()
+    model.zero_grad()
 
 
 def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 14) -> None:
@@ -287,7 +307,7 @@ def main() -> None:
     batch, rounds = arguments.batch, arguments.rounds
     for group, precision in itertools.product(GROUPS, native_precisions()):
         compare_peers(group, precision, batch, rounds, clock, arguments.compile)
-    compare_to_products(batch, rounds)
+    compare_to_products(rounds, arguments.compile)
     measure_quick(rounds)
 
 
