@@ -38,6 +38,7 @@ from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.parallel import on_cores
 from vit.training.build import build_step, mean_step_seconds
+from vit.training.compile import compiled as compile_model
 from vit.training.config import Config
 from vit.training.start import Run
 from vit.training.step import TrainingStep
@@ -121,13 +122,18 @@ def training(
 
     def work() -> None:
         images, labels = (part.to(device, non_blocking=True) for part in next(batches))
-        with autocast(device, precision):
-            logits = model(images)
-        F.cross_entropy(logits.float(), labels).backward()
+        backward(model, images, labels, precision)
         optimizer.step()
         optimizer.zero_grad()
 
     return work
+
+
+def backward(model: nn.Module, images: Tensor, labels: Tensor, precision: torch.dtype) -> None:
+    """Run the forward and backward pass of a model, which adds to its gradients."""
+    with autocast(images.device, precision):
+        logits = model(images)
+    F.cross_entropy(logits.float(), labels).backward()
 
 
 def repeated(work: Callable[[], object], device: torch.device, times: int) -> Callable[[], None]:
@@ -182,10 +188,10 @@ def compare_peers(
         print(f"  {name:<34}{speed}   {timing.cost()}{notes.get(name, '')}")
 
 
-def random_batches(batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def random_batches(batch: int, size: int = SIZE) -> Iterator[tuple[Tensor, Tensor]]:
     """Return an endless iterator over the same batch of random pixels and labels."""
     draw = torch.Generator().manual_seed(0)
-    images = torch.randn(batch, 3, SIZE, SIZE, generator=draw)
+    images = torch.randn(batch, 3, size, size, generator=draw)
     labels = torch.randint(CLASSES, (batch,), generator=draw)
     return itertools.repeat((images, labels))
 
@@ -200,14 +206,17 @@ def compare_to_products(rounds: int, compiled: bool, batch: int = 64) -> None:
     step, _ = make_step(parse_train([])[0])
     models = {"quick": step.state.model}
     if compiled:
-        models["quick, compiled"] = cast(nn.Module, torch.compile(step.state.model, dynamic=False))
+        models["quick, compiled"] = compile_model(step.state.model)
     for precision, phase in itertools.product(native_precisions(), step.schedule.phases()):
         size = phase.image_size[0]
-        images = torch.randn(batch, 3, size, size)
+        images, labels = next(random_batches(batch, size))
         with mock.patch("vit.model.attention.uses_fused_kernel", return_value=False):
             flops = flops_of_step(step.state.model, batch, size)
         product, product_flops = matrix_product(precision)
-        passes = {name: partial(both_passes, m, images, precision) for name, m in models.items()}
+        passes = {
+            name: partial(backward, model, images, labels, precision)
+            for name, model in models.items()
+        }
         with on_cores(1):
             timings = take_turns({"products of 2048": product, **passes}, rounds)
         print(f"\n{size} x {size} pixels, forward and backward, one core, {str(precision)[6:]}")
@@ -217,14 +226,6 @@ def compare_to_products(rounds: int, compiled: bool, batch: int = 64) -> None:
                 f"  {name:<34}{work / timing.seconds / 1e9:6.0f} GFLOP/s   "
                 f"{timing.speed(work / product_flops)}"
             )
-
-
-def both_passes(model: nn.Module, images: Tensor, precision: torch.dtype) -> None:
-    """Run the forward and backward pass of a model."""
-    with autocast(CPU, precision):
-        logits = model(images)
-    logits.float().sum().backward()
-    model.zero_grad()
 
 
 def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 14) -> None:
