@@ -21,6 +21,7 @@ from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Run
 from vit.training.state import start_state
 from vit.training.step import TrainingStep
+from vit.training.teacher import load_teacher
 
 FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
@@ -52,7 +53,9 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
     forward, features = state.model, None
     resizes = schedule.small_fraction > 0 and schedule.small_size != schedule.full_size
     is_linear = isinstance(model.get_classifier(), nn.Linear)
-    if state.frozen and is_linear and not (config.augment.changes_images or resizes):
+    teacher = load_teacher(run, training.classes, schedule)
+    changes = config.augment.changes_images or resizes
+    if state.frozen and is_linear and teacher is None and not changes:
         classifier = Classifier(
             model.eval(), run.preprocess, training.classes, run.device, run.precision
         )
@@ -73,6 +76,7 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         precision=run.precision,
         seed=config.train.seed,
         world=world,
+        teacher=teacher,
         class_weights=None if weights is None else weights.to(run.device),
         features=features,
     )

@@ -38,6 +38,9 @@ class OptimConfig:
         schedule: shape of the learning rate decay to zero after the warmup
         warmup: fraction of the training steps over which the learning rate rises from zero
         label_smoothing: probability mass of the target that is spread over all classes
+        teacher: trained model whose probabilities the targets are mixed with (distillation, arXiv
+            1503.02531): a run, a model file or an included model, with the same classes
+        teacher_share: fraction of the target that is the teacher's
         clip_grad: maximum norm of the gradient; null disables clipping
         ema_decay: decay of a moving average of the weights, which is then evaluated and saved
             instead; null disables it
@@ -53,6 +56,8 @@ class OptimConfig:
     schedule: Literal["linear", "cosine"] = "linear"
     warmup: settings.FractionBelow1 = 0.05
     label_smoothing: settings.FractionBelow1 = 0.1
+    teacher: str | None = None
+    teacher_share: settings.Fraction = 0.5
     clip_grad: settings.Positive | None = None
     ema_decay: settings.Between0And1 | None = None
 

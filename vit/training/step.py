@@ -23,6 +23,7 @@ from vit.seeding import fold_in
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState
+from vit.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class TrainingStep:
         precision: Precision of matrix products.
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
+        teacher: A trained model to learn from besides the labels, or None.
         class_weights: (C,) weights of the classes in the loss, see `vit.data.sampling`, or None.
         compiled: Whether `forward` is compiled.
         features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
@@ -65,6 +67,7 @@ class TrainingStep:
     precision: torch.dtype
     seed: int
     world: World = World()  # noqa: RUF009
+    teacher: Teacher | None = None
     class_weights: Tensor | None = None
     features: Tensor | None = None
     compiled: bool = False
@@ -110,7 +113,8 @@ class TrainingStep:
             images, targets, self.preprocess, self._draws(len(images), device), self.augmentation,
             mixes=self.schedule.mixes(step),
         )  # fmt: skip
-        return shrink(images, self.schedule.image_size(step)), targets
+        images = shrink(images, self.schedule.image_size(step))
+        return images, targets if self.teacher is None else self.teacher.mix(images, targets)
 
     def update(self, images: Tensor, targets: Tensor) -> Tensor:
         """Update the weights, or skip the step if loss or gradient is not finite.

@@ -1,0 +1,72 @@
+"""Learning from a trained model besides the labels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.small_runs import make_step, small
+from vit.classifier import Classifier, build_model
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
+from vit.model_file import save_model
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """A function that saves an untrained model of the run's data set, changed as given."""
+    config = small(tmp_path)
+    preprocess = Preprocess.from_config(config.data)
+    torch.manual_seed(0)
+    model = build_model(config.model, preprocess, len(KINDS)).eval()
+    torch.nn.init.normal_(model.head.weight)  # else all classes are equally probable
+    made = Classifier(model, preprocess, tuple(KINDS), torch.device("cpu"), torch.float32)
+
+    def save(**changes):
+        path = tmp_path / "teacher.safetensors"
+        save_model(path, replace(made, **changes), config, 0)
+        return str(path), model
+
+    return save
+
+
+def test_a_fraction_of_the_target_is_the_softmax_of_the_teacher_on_the_same_images(
+    tmp_path, teacher
+):
+    path, model = teacher()
+    alone = make_step(small(tmp_path / "alone"))
+    taught = make_step(small(tmp_path / "taught", optim={"teacher": path, "teacher_share": 0.3}))
+    batch = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8), torch.arange(16) % len(KINDS)
+    images, targets = alone.prepare(*batch)
+    same, mixed = taught.prepare(*batch)
+    assert_close(same, images, rtol=0, atol=0)
+    with torch.no_grad():
+        assert_close(mixed, 0.7 * targets + 0.3 * model(images).softmax(dim=1))
+    assert (mixed - targets).abs().max() > 0.1
+    assert torch.isfinite(taught(*batch)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"classes": tuple("abcdefghij")}, "has the classes a, b, .* the data "),
+        (
+            {"preprocess": Preprocess((32, 32), (0.5,) * 3, (0.5,) * 3)},
+            "normalizes images by",
+        ),
+    ],
+)
+def test_a_teacher_of_other_images_is_refused(tmp_path, teacher, changes, message):
+    path, _ = teacher(**changes)
+    with pytest.raises(ValueError, match=rf"^optim.teacher: .*teacher.safetensors {message}"):
+        make_step(small(tmp_path / "run", optim={"teacher": path}))
+
+
+def test_a_teacher_that_does_not_take_the_smaller_images_is_refused(tmp_path, teacher):
+    path, _ = teacher()
+    run = small(
+        tmp_path / "run", optim={"teacher": path}, train={"small_scale": 0.7, "small_share": 0.5}
+    )
+    with pytest.raises(ValueError, match=r"does not take images of 22 x 22 pixels"):
+        make_step(replace(run, model=replace(run.model, patch_size=2)))
