@@ -50,10 +50,10 @@ def test_a_fraction_of_the_target_is_the_softmax_of_the_teacher_on_the_same_imag
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"classes": tuple("abcdefghij")}, "has the classes a, b, .* the data "),
+        ({"classes": tuple("abcdefghij")}, "has the classes a, b, .* but the data "),
         (
             {"preprocess": Preprocess((32, 32), (0.5,) * 3, (0.5,) * 3)},
-            "normalizes images by",
+            "normalizes images with mean",
         ),
     ],
 )
@@ -61,6 +61,12 @@ def test_a_teacher_of_other_images_is_refused(tmp_path, teacher, changes, messag
     path, _ = teacher(**changes)
     with pytest.raises(ValueError, match=rf"^optim.teacher: .*teacher.safetensors {message}"):
         make_step(small(tmp_path / "run", optim={"teacher": path}))
+
+
+def test_a_run_cannot_be_its_own_teacher(tmp_path, teacher):
+    path, _ = teacher()
+    with pytest.raises(ValueError, match=r"^optim.teacher: .* is the run itself"):
+        make_step(small(tmp_path, optim={"teacher": path}))
 
 
 def test_a_teacher_that_does_not_take_the_smaller_images_is_refused(tmp_path, teacher):

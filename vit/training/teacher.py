@@ -3,14 +3,14 @@
 Shapes: B batch, C classes, H height, W width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.data.preprocess import Preprocess
 from vit.model_file import load
-from vit.settings import shorten
 from vit.training.schedule import Schedule
 from vit.training.start import Run
 
@@ -37,29 +37,44 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
     """Load the teacher of a run, if it has one.
 
     Raises:
-        ValueError: It cannot be loaded, has other classes, or does not take the run's images.
+        ValueError: It cannot be loaded, is the run itself, or does not fit the data.
     """
-    name, own = run.config.optim.teacher, run.preprocess
+    name = run.config.optim.teacher
     if name is None:
         return None
-    file = load(name, "cpu")
-    theirs = file.preprocess
-    teacher = Classifier(file.model.to(run.device), theirs, file.classes, run.device, run.precision)
-    problem = ""
-    if teacher.classes != classes:
-        problem = f"has the classes {', '.join(file.classes)}, the data {', '.join(classes)}"
-    elif (theirs.mean, theirs.std) != (own.mean, own.std):
-        problem = (
-            f"normalizes images by {theirs.mean}, {theirs.std}, the run by {own.mean}, {own.std}"
+    try:
+        file = load(name, "cpu")
+        if file.run is not None and file.run.resolve() == run.folder.resolve():
+            raise ValueError(f"{name} is the run itself; train in another folder with --out")
+        classifier = replace(
+            file, model=file.model.to(run.device), device=run.device, precision=run.precision
         )
-    else:
-        for height, width in (schedule.small_size, schedule.full_size):
-            images = torch.zeros(1, own.channels, height, width, device=run.device)
-            try:
-                teacher.forward(images)
-            except (AssertionError, ValueError) as error:  # timm's models raise either
-                problem = f"does not take images of {height} x {width} pixels ({error})"
-                break
-    if problem:
-        raise ValueError(f"optim.teacher: {shorten(name, 100)} {problem}; choose another teacher")
-    return Teacher(teacher, run.config.optim.teacher_share)
+        _check(classifier, name, classes, run.preprocess)
+        for size in (schedule.image_size(0), schedule.full_size):  # the first may be smaller
+            _check_size(classifier, name, size)
+    except ValueError as error:
+        raise ValueError(f"optim.teacher: {error}") from None
+    return Teacher(classifier, run.config.optim.teacher_share)
+
+
+def _check(teacher: Classifier, name: str, classes: tuple[str, ...], own: Preprocess) -> None:
+    if teacher.classes != classes:
+        theirs, needed = ", ".join(teacher.classes), ", ".join(classes)
+        raise ValueError(f"{name} has the classes {theirs}, but the data {needed}")
+    other = teacher.preprocess
+    if (other.mean, other.std) != (own.mean, own.std):
+        raise ValueError(
+            f"{name} normalizes images with mean {other.mean} and standard deviation {other.std}, "
+            f"but the run with {own.mean} and {own.std}"
+        )
+
+
+def _check_size(teacher: Classifier, name: str, size: tuple[int, int]) -> None:
+    images = torch.zeros(1, teacher.preprocess.channels, *size, device=teacher.device)
+    try:
+        teacher.forward(images)
+    except (AssertionError, ValueError) as error:  # timm's models raise either
+        raise ValueError(
+            f"{name} does not take images of {size[0]} x {size[1]} pixels ({error}); choose "
+            "another teacher, or train without smaller images (--train.small_share 0)"
+        ) from None
