@@ -1,6 +1,7 @@
 """Learning from a trained model besides the labels."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,21 +12,22 @@ from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import save_model
+from vit.training.train import train
+
+PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
 
 
 @pytest.fixture
 def teacher(tmp_path):
-    """A function that saves an untrained model of the run's data set, changed as given."""
-    config = small(tmp_path)
-    preprocess = Preprocess.from_config(config.data)
-    torch.manual_seed(0)
-    model = build_model(config.model, preprocess, len(KINDS)).eval()
-    torch.nn.init.normal_(model.head.weight)  # else all classes are equally probable
-    made = Classifier(model, preprocess, tuple(KINDS), torch.device("cpu"), torch.float32)
+    """A function that saves an untrained model, unless told otherwise one of the run's images."""
 
-    def save(**changes):
-        path = tmp_path / "teacher.safetensors"
-        save_model(path, replace(made, **changes), config, 0)
+    def save(classes=tuple(KINDS), preprocess=PREPROCESS):
+        config, path = small(tmp_path), tmp_path / "teacher.safetensors"
+        torch.manual_seed(0)
+        model = build_model(config.model, preprocess, len(classes)).eval()
+        torch.nn.init.normal_(model.head.weight)  # else all classes are equally probable
+        made = Classifier(model, preprocess, classes, torch.device("cpu"), torch.float32)
+        save_model(path, made, config, 0)
         return str(path), model
 
     return save
@@ -47,6 +49,23 @@ def test_a_fraction_of_the_target_is_the_softmax_of_the_teacher_on_the_same_imag
     assert torch.isfinite(taught(*batch)).all()
 
 
+def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
+    """Without a teacher, this run would train on features that are computed once."""
+    path, _ = teacher()
+    config = small(
+        tmp_path / "run",
+        augment={"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
+        optim={"teacher": path},
+        train={"freeze": "backbone", "small_share": 0, "epochs": 1},
+    )
+    alone = make_step(replace(config, optim=replace(config.optim, teacher=None)))
+    assert alone.features is not None
+    images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    assert make_step(config).prepare(images, torch.zeros(2, dtype=torch.int64))[1].min() > 0
+    train(config)
+    assert f"teacher  {path}, 50% of the target" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -54,6 +73,10 @@ def test_a_fraction_of_the_target_is_the_softmax_of_the_teacher_on_the_same_imag
         (
             {"preprocess": Preprocess((32, 32), (0.5,) * 3, (0.5,) * 3)},
             "normalizes images with mean",
+        ),
+        (
+            {"preprocess": replace(PREPROCESS, image_size=(64, 64))},
+            "was trained on images of 64 x 64",
         ),
     ],
 )

@@ -68,6 +68,11 @@ def shorten(value: object, length: int = 60) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
+def by(size: tuple[int, ...]) -> str:
+    """Return the sides of something as text: "32 x 32"."""
+    return " x ".join(map(str, size))
+
+
 def _shown(value: object) -> str:
     if isinstance(value, dict | list):  # which may be of any size
         return "a group of keys" if isinstance(value, dict) else "a list"

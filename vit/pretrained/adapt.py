@@ -17,7 +17,7 @@ from vit.model.embed import resample_pos_embed
 from vit.model.timm_model import NORM_EPS, complete_arguments, create, head_names
 from vit.model.vit import VisionTransformer
 from vit.pretrained.architecture import HEAD, num_prefix_tokens
-from vit.settings import shorten
+from vit.settings import by, shorten
 
 CLASSES = 10  # any number does
 COUNTER = "num_batches_tracked"  # of batch norm; old files lack it
@@ -114,7 +114,7 @@ def _fit_vit(
     if "pos_embed" in weights and grid != old_grid:
         prefix = 0 if model.no_embed_class else num_prefix_tokens(source.settings)
         weights["pos_embed"] = resample_pos_embed(weights["pos_embed"], old_grid, grid, prefix)
-        changes.append(f"positions {_by(old_grid)} -> {_by(grid)} patches")
+        changes.append(f"positions {by(old_grid)} -> {by(grid)} patches")
     # The kernel of the first convolution, also of a convolutional stem.
     stem = next(k for k, v in weights.items() if k.startswith("patch_embed.proj.") and v.ndim == 4)
     if before != now:
@@ -173,7 +173,7 @@ def _fit_timm(
             "its arguments with model.timm_args"
         ) from None
     changes = [
-        f"{key} {_by(body[key].shape)} -> {_by(value.shape)}"
+        f"{key} {by(body[key].shape)} -> {by(value.shape)}"
         for key, value in fitted.items()
         if key in body and not torch.equal(body[key], value)
     ]
@@ -217,7 +217,3 @@ def _load(
             **{key: value for key, value in arguments.items() if key != NORM_EPS},
         )
     return loaded.state_dict()
-
-
-def _by(size: tuple[int, ...]) -> str:
-    return " x ".join(map(str, size))

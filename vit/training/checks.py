@@ -20,7 +20,7 @@ from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
 from vit.model.variants import check_attention, load_attention
 from vit.registry import OPTIMIZERS
-from vit.settings import check, require, shorten
+from vit.settings import by, check, require, shorten
 from vit.training.config import Config
 from vit.training.schedule import scaled_size
 
@@ -96,17 +96,17 @@ def check_timm(config: Config) -> None:
     image_size, channels = preprocess.image_size, preprocess.channels
     with torch.device("meta"):
         model = build_model(config.model, preprocess, CLASSES).eval()
-    if problem := _problem_with(model, image_size, channels):
+    if problem := problem_with(model, image_size, channels, CLASSES):
         made_for = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
         raise ValueError(
-            f"model.name: {name} does not take the images of this data set, {_by(image_size)} "
-            f"pixels ({shorten(problem, 150)}); {timm_name(model)} is made for {_by(made_for)} "
+            f"model.name: {name} does not take the images of this data set, {by(image_size)} "
+            f"pixels ({shorten(problem, 150)}); {timm_name(model)} is made for {by(made_for)} "
             "pixels, and some models can be fitted to others with --model.timm_args, e.g. "
             "'{patch_size: 4}'"
         )
     small = scaled_size(image_size, train.small_scale, size_unit(model))
-    if train.small_share and _problem_with(model, small, channels):
-        allowed = f"which takes images of {_by(image_size)} pixels but not of {_by(small)}"
+    if train.small_share and problem_with(model, small, channels, CLASSES):
+        allowed = f"which takes images of {by(image_size)} pixels but not of {by(small)}"
         check(train, "small_share", False, f"0 with model.name={name}, {allowed}")
     if train.whiten and image_conv(model, channels) is None:
         allowed = "which does not begin with a convolution of the image"
@@ -127,16 +127,15 @@ def _can_checkpoint(model: Any) -> bool:
     return True
 
 
-def _problem_with(model: nn.Module, image_size: tuple[int, int], channels: int) -> str | None:
+def problem_with(
+    model: nn.Module, image_size: tuple[int, int], channels: int, classes: int
+) -> str | None:
     """Say why a model does not classify images of a size; None if it does."""
+    device = next(model.parameters()).device
     try:
         with torch.no_grad():
-            logits = model(torch.empty(2, channels, *image_size, device="meta"))
+            logits = model(torch.zeros(2, channels, *image_size, device=device))
     except Exception as error:  # timm checks sizes in many places and ways
         return str(error) or repr(error)
     shape = getattr(logits, "shape", None)
-    return None if shape == (2, CLASSES) else f"it returns {shape or type(logits).__name__}"
-
-
-def _by(size: tuple[int, ...]) -> str:
-    return " x ".join(map(str, size))
+    return None if shape == (2, classes) else f"it returns {shape or type(logits).__name__}"

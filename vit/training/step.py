@@ -98,7 +98,7 @@ class TrainingStep:
         return dataclasses.replace(training, images=self.features)
 
     def prepare(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Augment images (B, channels, H, W) uint8, and shrink them to the step's size.
+        """Augment images (B, channels, H, W) uint8, shrink them, and ask the teacher if any.
 
         Returns:
             Images (B, channels, H, W) float32, normalized, or features (B, D) as they are; and

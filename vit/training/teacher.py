@@ -5,12 +5,13 @@ Shapes: B batch, C classes, H height, W width.
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
 from vit.model_file import load
+from vit.settings import by, shorten
+from vit.training.checks import problem_with
 from vit.training.schedule import Schedule
 from vit.training.start import Run
 
@@ -46,35 +47,38 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
         file = load(name, "cpu")
         if file.run is not None and file.run.resolve() == run.folder.resolve():
             raise ValueError(f"{name} is the run itself; train in another folder with --out")
-        classifier = replace(
-            file, model=file.model.to(run.device), device=run.device, precision=run.precision
-        )
-        _check(classifier, name, classes, run.preprocess)
-        for size in (schedule.image_size(0), schedule.full_size):  # the first may be smaller
-            _check_size(classifier, name, size)
+        _check(file, name, classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    return Teacher(classifier, run.config.optim.teacher_share)
+    model = file.model.to(run.device)
+    teacher = replace(file, model=model, device=run.device, precision=run.precision)
+    return Teacher(teacher, run.config.optim.teacher_share)
 
 
-def _check(teacher: Classifier, name: str, classes: tuple[str, ...], own: Preprocess) -> None:
+def _check(
+    teacher: Classifier,
+    name: str,
+    classes: tuple[str, ...],
+    own: Preprocess,
+    first: tuple[int, int],
+) -> None:
+    """Check that a teacher fits the classes and images of a run, which begins with a size."""
+    other = teacher.preprocess
     if teacher.classes != classes:
         theirs, needed = ", ".join(teacher.classes), ", ".join(classes)
         raise ValueError(f"{name} has the classes {theirs}, but the data {needed}")
-    other = teacher.preprocess
     if (other.mean, other.std) != (own.mean, own.std):
         raise ValueError(
             f"{name} normalizes images with mean {other.mean} and standard deviation {other.std}, "
             f"but the run with {own.mean} and {own.std}"
         )
-
-
-def _check_size(teacher: Classifier, name: str, size: tuple[int, int]) -> None:
-    images = torch.zeros(1, teacher.preprocess.channels, *size, device=teacher.device)
-    try:
-        teacher.forward(images)
-    except (AssertionError, ValueError) as error:  # timm's models raise either
+    if other.image_size != own.image_size:
         raise ValueError(
-            f"{name} does not take images of {size[0]} x {size[1]} pixels ({error}); choose "
+            f"{name} was trained on images of {by(other.image_size)} pixels, but the run's have "
+            f"{by(own.image_size)}; choose another teacher or data.image_size"
+        )
+    if problem := problem_with(teacher.model, first, own.channels, len(classes)):
+        raise ValueError(
+            f"{name} does not take images of {by(first)} pixels ({shorten(problem, 150)}); choose "
             "another teacher, or train without smaller images (--train.small_share 0)"
-        ) from None
+        )
