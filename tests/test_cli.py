@@ -209,6 +209,14 @@ def test_every_recipe_is_whole_and_named_after_its_run() -> None:
         assert file.read_text().startswith("# ")
 
 
+def test_epochs_that_a_time_budget_would_ignore_are_refused() -> None:
+    words = ["--config", "plain", "--train.epochs", "2"]
+    with pytest.raises(ValueError, match=r"^train.epochs: .* add --train.budget_minutes null"):
+        parse_train(words)
+    config, _ = parse_train([*words, "--train.budget_minutes", "null"])
+    assert (config.train.epochs, config.train.budget_minutes) == (2, None)
+
+
 def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path: Path) -> None:
     assert parse_train([])[0].out == "runs/quick"
     other = tmp_path / "other.yaml"

@@ -1,5 +1,6 @@
 """Learning from a trained model besides the labels."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import save_model
+from vit.run.folder import MODEL_FILE
 from vit.training.train import train
 
 PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
@@ -21,8 +23,8 @@ PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
 def teacher(tmp_path):
     """A function that saves an untrained model, unless told otherwise one of the run's images."""
 
-    def save(classes=tuple(KINDS), preprocess=PREPROCESS):
-        config, path = small(tmp_path), tmp_path / "teacher.safetensors"
+    def save(classes=tuple(KINDS), preprocess=PREPROCESS, **settings):
+        config, path = small(tmp_path, **settings), tmp_path / "teacher.safetensors"
         torch.manual_seed(0)
         model = build_model(config.model, preprocess, len(classes)).eval()
         torch.nn.init.normal_(model.head.weight)  # else all classes are equally probable
@@ -84,6 +86,23 @@ def test_a_teacher_of_other_images_is_refused(tmp_path, teacher, changes, messag
     path, _ = teacher(**changes)
     with pytest.raises(ValueError, match=rf"^optim.teacher: .*teacher.safetensors {message}"):
         make_step(small(tmp_path / "run", optim={"teacher": path}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"train": {"seed": 1}}, {"data": {"val_size": 10}}])
+def test_a_teacher_that_has_seen_held_out_images_gives_a_warning(
+    tmp_path, teacher, settings, capsys
+):
+    path, _ = teacher(**settings)
+    make_step(small(tmp_path / "run", optim={"teacher": path}))
+    assert ("images that this run holds out" in capsys.readouterr().err) == bool(settings)
+
+
+def test_an_unfinished_teacher_is_named_as_such(tmp_path, capsys):
+    folder = tmp_path / "teacher"
+    train(small(folder, train={"epochs": 1}))
+    (folder / MODEL_FILE).unlink()
+    train(small(tmp_path / "run", optim={"teacher": str(folder)}, train={"epochs": 1}))
+    assert re.search(rf"teacher  {folder} \(unfinished run, step \d+ of", capsys.readouterr().out)
 
 
 def test_a_run_cannot_be_its_own_teacher(tmp_path, teacher):

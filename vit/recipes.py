@@ -83,7 +83,7 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
     Flags win over files, and later files over earlier ones; without a file, "quick" is read.
 
     Raises:
-        ValueError: A key is not known, or a value is not allowed.
+        ValueError: A key is not known, a value is not allowed, or a flag has no effect.
     """
     # The recipe's model for short budgets is of no use where the command line chooses another.
     other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
@@ -92,6 +92,11 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
         del files[0]["out"]  # named after the data set below
     budget = merge([*files, flags]).get("train", {}).get("budget_minutes")
     minutes = TrainConfig(budget_minutes=budget).budget_minutes
+    if minutes is not None and "epochs" in flags.get("train", {}):
+        raise ValueError(
+            f"train.epochs: with train.budget_minutes {minutes:g}, a benchmark sets the length; "
+            "to choose the epochs, add --train.budget_minutes null"
+        )
     values = merge([*(at_budget(translated(file), minutes) for file in files), flags])
     data = values.get("data", {})
     root = None if "name" in data else data.get("root")

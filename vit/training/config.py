@@ -39,7 +39,8 @@ class OptimConfig:
         warmup: fraction of the training steps over which the learning rate rises from zero
         label_smoothing: probability mass of the target that is spread over all classes
         teacher: trained model whose probabilities the targets are mixed with (distillation, arXiv
-            1503.02531): a run, a model file or an included model, with the same classes
+            1503.02531): a run, a model file or an included model, with the same classes and image
+            size
         teacher_share: fraction of the target that is the teacher's
         clip_grad: maximum norm of the gradient; null disables clipping
         ema_decay: decay of a moving average of the weights, which is then evaluated and saved

@@ -13,9 +13,10 @@ from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
-from vit.training.config import Config, OptimConfig
+from vit.training.config import Config
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
+from vit.training.teacher import Teacher
 
 FEW_STEPS = 200  # to train from scratch
 LOSSES = 30  # number of recent losses shown when a run diverges
@@ -32,16 +33,16 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"model    {_model_text(config.model, step)}\n"
         f"device   {processes}{describe(images.device)}, {precision}{attention}, "
         f"{'' if step.compiled else 'not '}compiled\n"
-        f"{_teacher_text(config.optim)}"
+        f"{_teacher_text(step.teacher)}"
         f"steps    {_steps_text(config, step, len(images))}\n"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
 
 
-def _teacher_text(optim: OptimConfig) -> str:
-    if optim.teacher is None:
+def _teacher_text(teacher: Teacher | None) -> str:
+    if teacher is None:
         return ""
-    return f"teacher  {optim.teacher}, {optim.teacher_share:.0%} of the target\n"
+    return f"teacher  {teacher.name}, {teacher.fraction:.0%} of the target\n"
 
 
 def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.console import warn
 from vit.data.preprocess import Preprocess
-from vit.model_file import load
+from vit.model_file import load_model
 from vit.settings import by, shorten
 from vit.training.checks import problem_with
 from vit.training.schedule import Schedule
@@ -18,10 +19,11 @@ from vit.training.start import Run
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained model with the fraction of the target that is its own, 0 to 1."""
+    """A trained model with the fraction of the target that is its own, 0 to 1, and its name."""
 
     classifier: Classifier
     fraction: float
+    name: str
 
     def mix(self, images: Tensor, targets: Tensor) -> Tensor:
         """Mix targets (B, C) with the probabilities of the teacher for the same images.
@@ -44,15 +46,24 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
     if name is None:
         return None
     try:
-        file = load(name, "cpu")
-        if file.run is not None and file.run.resolve() == run.folder.resolve():
+        saved = load_model(name, "cpu")
+        if saved.run.resolve() == run.folder.resolve():
             raise ValueError(f"{name} is the run itself; train in another folder with --out")
-        _check(file, name, classes, run.preprocess, schedule.image_size(0))
+        _check(saved.classifier, name, classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    model = file.model.to(run.device)
-    teacher = replace(file, model=model, device=run.device, precision=run.precision)
-    return Teacher(teacher, run.config.optim.teacher_share)
+    data, seed = run.config.data, run.config.train.seed
+    split = saved.config.data.val_size, saved.config.train.seed
+    same_data = saved.config.data.name == data.name
+    if same_data and split != (data.val_size, seed) and data.val_size != 0 and run.world.main:
+        warn(
+            f"optim.teacher: {name} was trained with another data.val_size or train.seed, and may "
+            "have seen images that this run holds out; validation accuracy is then too high"
+        )
+    model = saved.classifier.model.to(run.device)
+    teacher = replace(saved.classifier, model=model, device=run.device, precision=run.precision)
+    shown = f"{name} ({saved.progress})" if saved.progress else name
+    return Teacher(teacher, run.config.optim.teacher_share, shown)
 
 
 def _check(
