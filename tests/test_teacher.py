@@ -14,6 +14,8 @@ from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import save_model
 from vit.run.folder import MODEL_FILE
+from vit.training.config import Config
+from vit.training.teacher import may_have_seen
 from vit.training.train import train
 
 PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
@@ -86,6 +88,18 @@ def test_a_teacher_of_other_images_is_refused(tmp_path, teacher, changes, messag
     path, _ = teacher(**changes)
     with pytest.raises(ValueError, match=rf"^optim.teacher: .*teacher.safetensors {message}"):
         make_step(small(tmp_path / "run", optim={"teacher": path}))
+
+
+def test_a_teacher_with_another_split_may_have_seen_held_out_images():
+    own = Config(data={"name": "folder", "val_size": 0.2, "test_fraction": 0.3})
+    without = replace(own, data=replace(own.data, val_size=0))
+    data = {"val_size": 0.1}, {"test_fraction": 0.1}, {"name": "table"}
+    others = [replace(own, data=replace(own.data, **changes)) for changes in data]
+    others.append(replace(own, train=replace(own.train, seed=1)))
+    seen = [may_have_seen(other, own) for other in (own, *others)]
+    assert seen == [False, True, True, False, True]
+    seen = [may_have_seen(other, without) for other in (own, *others)]
+    assert seen == [False, False, True, False, False]  # where only test images are held out
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": {"seed": 1}}, {"data": {"val_size": 10}}])

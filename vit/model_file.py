@@ -73,18 +73,16 @@ class SavedModel:
         """A short name: that of the run folder, or of the bundled model."""
         return self.run.name
 
-    @property
-    def progress(self) -> str:
-        """How far an unfinished run is, in words; empty for a finished one."""
+    def with_progress(self, name: str | Path) -> str:
+        """Return a name of the file with how far the run is, if it is unfinished."""
         total = "" if self.total_steps is None else f" of {self.total_steps:,}"
-        return "" if self.finished else f"unfinished run, step {self.step:,}{total}"
+        return str(name) if self.finished else f"{name} (unfinished run, step {self.step:,}{total})"
 
     def describe(self) -> str:
         """Name the file, whether the run is unfinished, the device and the precision."""
         classifier = self.classifier
-        unfinished = f" ({self.progress})" if self.progress else ""
         return (
-            f"{self.path}{unfinished}: {describe(classifier.device)}, "
+            f"{self.with_progress(self.path)}: {describe(classifier.device)}, "
             f"{str(classifier.precision).removeprefix('torch.')}"
             f"{', mean of each image and its mirror image' if classifier.flip else ''}"
         )

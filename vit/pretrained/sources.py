@@ -62,7 +62,7 @@ def _from_own(name: str) -> Pretrained:
         raise ValueError(f"model.pretrained: {error}") from None
     preprocess = saved.classifier.preprocess
     return Pretrained(
-        f"{name} ({saved.progress})" if saved.progress else name,
+        saved.with_progress(name),
         settings_of_config(saved.config.model),
         saved.classifier.model.state_dict(),
         (preprocess.channels, *preprocess.image_size),

@@ -13,13 +13,14 @@ from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.settings import by, shorten
 from vit.training.checks import problem_with
+from vit.training.config import Config
 from vit.training.schedule import Schedule
 from vit.training.start import Run
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained model with the fraction of the target that is its own, 0 to 1, and its name."""
+    """A trained model, the fraction of the target that is its own (0 to 1), and how to name it."""
 
     classifier: Classifier
     fraction: float
@@ -52,18 +53,24 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
         _check(saved.classifier, name, classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    data, seed = run.config.data, run.config.train.seed
-    split = saved.config.data.val_size, saved.config.train.seed
-    same_data = saved.config.data.name == data.name
-    if same_data and split != (data.val_size, seed) and data.val_size != 0 and run.world.main:
+    if run.world.main and may_have_seen(saved.config, run.config):
         warn(
-            f"optim.teacher: {name} was trained with another data.val_size or train.seed, and may "
-            "have seen images that this run holds out; validation accuracy is then too high"
+            f"optim.teacher: {name} was trained with another data.val_size, data.test_fraction or "
+            "train.seed, and may have seen images that this run holds out; its accuracy is then "
+            "too high"
         )
     model = saved.classifier.model.to(run.device)
     teacher = replace(saved.classifier, model=model, device=run.device, precision=run.precision)
-    shown = f"{name} ({saved.progress})" if saved.progress else name
-    return Teacher(teacher, run.config.optim.teacher_share, shown)
+    return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))
+
+
+def may_have_seen(teacher: Config, own: Config) -> bool:
+    """Tell whether a teacher may have learned from images that a run validates or tests with."""
+    theirs, ours = teacher.data, own.data
+    if theirs.name != ours.name:
+        return False
+    split = (theirs.val_size, teacher.train.seed) == (ours.val_size, own.train.seed)
+    return theirs.test_fraction != ours.test_fraction or (ours.val_size != 0 and not split)
 
 
 def _check(
