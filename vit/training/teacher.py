@@ -56,7 +56,7 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
     if run.world.main and may_have_seen(saved.config, run.config):
         warn(
             f"optim.teacher: {name} was trained with another data.val_size, data.test_fraction or "
-            "train.seed, and may have seen images that this run holds out; its accuracy is then "
+            "train.seed, and may have seen images that this run holds out, whose accuracy would be "
             "too high"
         )
     model = saved.classifier.model.to(run.device)
