@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.small_runs import make_step, small
+from tests.small_runs import begin, make_step, small
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import save_model
+from vit.pretrained.resolve import resolve_pretrained
 from vit.run.folder import MODEL_FILE
+from vit.training.build import build_step
+from vit.training.checks import may_have_seen
 from vit.training.config import Config
-from vit.training.teacher import may_have_seen
-from vit.training.train import train
+from vit.training.train import load_data, train
 
 PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
 
@@ -90,7 +92,7 @@ def test_a_teacher_of_other_images_is_refused(tmp_path, teacher, changes, messag
         make_step(small(tmp_path / "run", optim={"teacher": path}))
 
 
-def test_a_teacher_with_another_split_may_have_seen_held_out_images():
+def test_a_model_with_another_split_may_have_seen_held_out_images():
     own = Config(data={"name": "folder", "val_size": 0.2, "test_fraction": 0.3})
     without = replace(own, data=replace(own.data, val_size=0))
     data = {"val_size": 0.1}, {"test_fraction": 0.1}, {"name": "table"}
@@ -103,12 +105,18 @@ def test_a_teacher_with_another_split_may_have_seen_held_out_images():
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": {"seed": 1}}, {"data": {"val_size": 10}}])
-def test_a_teacher_that_has_seen_held_out_images_gives_a_warning(
-    tmp_path, teacher, settings, capsys
+@pytest.mark.parametrize("part", ["optim", "model"])
+def test_a_model_that_has_seen_held_out_images_gives_a_warning(
+    tmp_path, teacher, settings, part, capsys
 ):
     path, _ = teacher(**settings)
-    make_step(small(tmp_path / "run", optim={"teacher": path}))
-    assert ("images that this run holds out" in capsys.readouterr().err) == bool(settings)
+    key = {"optim": "teacher", "model": "pretrained"}[part]
+    config = small(tmp_path / "run", **{part: {key: path}})
+    config, source = resolve_pretrained(config, False)
+    run = begin(config, source=source)
+    build_step(run, load_data(run)[0], source)
+    expected = f"{part}.{key}: {path} was trained with another data.val_size"
+    assert (expected in capsys.readouterr().err) == bool(settings)
 
 
 def test_an_unfinished_teacher_is_named_as_such(tmp_path, capsys):

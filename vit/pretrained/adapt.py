@@ -18,6 +18,7 @@ from vit.model.timm_model import NORM_EPS, complete_arguments, create, head_name
 from vit.model.vit import VisionTransformer
 from vit.pretrained.architecture import HEAD, num_prefix_tokens
 from vit.settings import by, shorten
+from vit.training.config import Config
 
 CLASSES = 10  # any number does
 COUNTER = "num_batches_tracked"  # of batch norm; old files lack it
@@ -36,6 +37,7 @@ class Pretrained:
     classes: tuple[str, ...] | None = None  # their names, in the order of the logits
     notes: tuple[str, ...] = ()  # lines that the user should read
     head: tuple[str, ...] = HEAD  # tensors whose shape depends on the number of classes
+    config: Config | None = None  # of the run of this project that trained them
 
     def adapted(self, classes: tuple[str, ...]) -> tuple[dict[str, Tensor], str]:
         """Leave the head out if a run has other classes, and say what is loaded and what is new."""

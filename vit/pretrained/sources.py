@@ -69,6 +69,7 @@ def _from_own(name: str) -> Pretrained:
         preprocess.mean,
         preprocess.std,
         saved.classifier.classes,
+        config=saved.config,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vit.classifier import build_model
+from vit.console import warn
 from vit.data.layout import has_parts
 from vit.data.preprocess import Preprocess
 from vit.model.attention_model import attention_model, size_unit
@@ -54,6 +55,25 @@ def check_config(config: Config) -> None:
         tokens = built.num_prefix_tokens + built.patch_embed.num_patches
         width = model.head_dim or model.embed_dim // model.num_heads
         check_attention(model.attention, model.num_heads, tokens, width)
+
+
+def warn_of_seen_images(key: str, name: str, other: Config, own: Config) -> None:
+    """Warn if a trained model, given for a key, may have learned from images a run holds out."""
+    if may_have_seen(other, own):
+        warn(
+            f"{key}: {name} was trained with another data.val_size, data.test_fraction or "
+            "train.seed, and may have seen images that this run holds out, whose accuracy would be "
+            "too high"
+        )
+
+
+def may_have_seen(other: Config, own: Config) -> bool:
+    """Tell whether a model may have learned from images that a run validates or tests with."""
+    theirs, ours = other.data, own.data
+    if theirs.name != ours.name:
+        return False
+    split = (theirs.val_size, other.train.seed) == (ours.val_size, own.train.seed)
+    return theirs.test_fraction != ours.test_fraction or (ours.val_size != 0 and not split)
 
 
 def check_processes(config: Config, processes: int) -> None:

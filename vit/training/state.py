@@ -19,6 +19,7 @@ from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
 from vit.settings import shorten
+from vit.training.checks import warn_of_seen_images
 from vit.training.optim import build_optimizers, set_lr
 from vit.training.start import Run
 
@@ -210,6 +211,8 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
         weights, account = source.adapted(training.classes)
         if run.world.main:
             say(account)
+            if source.config is not None:
+                warn_of_seen_images("model.pretrained", source.name, source.config, config)
     elif config.train.whiten and checkpoint is None:  # pretrained weights bring their own kernels
         first = torch.arange(min(WHITENING_IMAGES, len(training)))
         sample = training.select(first).pixels().cpu()

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import warn
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.settings import by, shorten
-from vit.training.checks import problem_with
-from vit.training.config import Config
+from vit.training.checks import problem_with, warn_of_seen_images
 from vit.training.schedule import Schedule
 from vit.training.start import Run
 
@@ -53,24 +51,11 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
         _check(saved.classifier, name, classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    if run.world.main and may_have_seen(saved.config, run.config):
-        warn(
-            f"optim.teacher: {name} was trained with another data.val_size, data.test_fraction or "
-            "train.seed, and may have seen images that this run holds out, whose accuracy would be "
-            "too high"
-        )
+    if run.world.main:
+        warn_of_seen_images("optim.teacher", name, saved.config, run.config)
     model = saved.classifier.model.to(run.device)
     teacher = replace(saved.classifier, model=model, device=run.device, precision=run.precision)
     return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))
-
-
-def may_have_seen(teacher: Config, own: Config) -> bool:
-    """Tell whether a teacher may have learned from images that a run validates or tests with."""
-    theirs, ours = teacher.data, own.data
-    if theirs.name != ours.name:
-        return False
-    split = (theirs.val_size, teacher.train.seed) == (ours.val_size, own.train.seed)
-    return theirs.test_fraction != ours.test_fraction or (ours.val_size != 0 and not split)
 
 
 def _check(
