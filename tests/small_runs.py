@@ -18,6 +18,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.scale.soak import differences, left_behind
+from vit.data.config import DataConfig
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.pretrained.adapt import Pretrained
@@ -95,6 +99,15 @@ def make_loop(config: Config, tracker: Tracker | None = None, **how: Any) -> Loo
     run = begin(config, checkpoint=checkpoint, **how)
     training, held_out = load_data(run)
     return build_loop(run, build_step(run, training), training, held_out, tracker)
+
+
+def load(
+    name: str, root: Path | str, train: bool, count: int | None = None, **data: Any
+) -> ImageSet:
+    """Load the training or test images of a data set into memory, with settings of `data`."""
+    config = DataConfig(name=name, root=str(root) or ".", **data)
+    images = open_images(config, train, count)
+    return images.resized(Preprocess.from_config(config)).in_memory()
 
 
 def watch_updates(monkeypatch: Any, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:

@@ -17,10 +17,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 
 from models import PLAIN
-from small_runs import make_loop, small
+from small_runs import load, make_loop, small
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
-from vit.data.datasets import choose_images, load
+from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from small_runs import load
 from vit.data.config import DataConfig
-from vit.data.datasets import load, load_training
+from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.sampling import held_out
 from vit.data.shapes import KINDS, draw_shapes

@@ -8,8 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from models import randomize
+from small_runs import load
 from vit.data.config import DataConfig
-from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.model.embed import PatchEmbed, conv_stem, sincos_pos_embed, whiten
 

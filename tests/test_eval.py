@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit.data.datasets import load
+from small_runs import load
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS
 from vit.explain.faithfulness import baselines, mean_interval, pointing_game

@@ -192,7 +192,7 @@ def test_evaluate_and_validation_give_the_report_on_the_predictions(model, image
     values = [("val/loss", pytest.approx(result["loss"])), ("val/accuracy", result["accuracy"])]
     assert list(validation(held).run(classify(model), 1)) == values
     none = held.select(torch.empty(0, dtype=torch.int64))
-    assert list(validation(none).run(classify(model), 1)) == []
+    assert list(validation(none).steps) == []
 
 
 def validation(held_out: ImageSet, freeze: str = "none") -> Validation:

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10 as CIFAR
 
-from small_runs import small
+from small_runs import load, small
 from vit.cli import parse_train
 from vit.data.config import DataConfig
-from vit.data.datasets import load, load_training
+from vit.data.datasets import load_training
 from vit.data.folder import list_folder
 from vit.data.images import ImageSet
 from vit.data.layout import CIFAR10, recognize

@@ -16,8 +16,8 @@ import torch
 import yaml
 from torch.testing import assert_close
 
+from small_runs import load
 from vit.data.config import DataConfig
-from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.evaluation import report
 from vit.model_file import BUNDLED, load_model

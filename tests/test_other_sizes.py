@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 import vit
-from small_runs import small
+from small_runs import load, small
 from vit.data.config import DataConfig
-from vit.data.datasets import load, load_training
+from vit.data.datasets import load_training
 from vit.data.preprocess import Preprocess
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig

@@ -24,9 +24,10 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits
 from torchvision import datasets as tv
 
+from small_runs import load
 from vit.data import published
 from vit.data.config import DataConfig
-from vit.data.datasets import load, open_images
+from vit.data.datasets import open_images
 from vit.registry import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels

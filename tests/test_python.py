@@ -10,7 +10,7 @@ import torch
 import public_api
 import vit
 from models import save_untrained
-from vit.data.datasets import load
+from small_runs import load
 from vit.reporting.config import ReportConfig
 from vit.reporting.report import evaluate_run
 

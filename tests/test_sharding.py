@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from small_runs import StopAt, make_step, small
-from vit.data.datasets import load
+from small_runs import StopAt, load, make_step, small
 from vit.distributed.shard import replicate, shards, to_full
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World

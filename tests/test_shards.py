@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from small_runs import ROOT
+from small_runs import ROOT, load
 from vit.data.config import DataConfig
-from vit.data.datasets import load, load_training
+from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.photos import TarMember
 from vit.data.shards import list_shards

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.small_runs import begin, make_step, small
+from small_runs import begin, make_step, small
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS

@@ -104,7 +104,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     logits = logits - logits.mean(dim=1, keepdim=True)  # so that the rest of the target adds 0
     target = (len(labels) + 1) / (len(labels) + 2)
     wanted = target * logits.gather(1, labels[:, None]).mean()
-    low, high = -math.log(HOTTEST), math.log(HOTTEST)  # of 1/T
+    low, high = -math.log(HOTTEST), math.log(HOTTEST)  # of log 1/T
     for _ in range(50):
         middle = (low + high) / 2
         expected = ((logits * math.exp(middle)).softmax(dim=1) * logits).sum(dim=1).mean()

@@ -34,8 +34,8 @@ def note(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error."""
-    say(f"warning: {text}", sys.stderr)
+    """Print a warning on standard error in the first process."""
+    note(f"warning: {text}")
 
 
 def program(name: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.explain.faithfulness import mean_interval
+from vit.explain.faithfulness import Z, mean_interval
 from vit.hardware import autocast
 from vit.seeding import generator
 from vit.training.config import Config
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # it imports tensorboard
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 RESAMPLES = 1000  # of the bootstrap
-Z = 1.959964  # a normal variable is within ± Z with a probability of 95%
 
 
 class Evaluator(Protocol):
@@ -61,14 +60,13 @@ class Validation:
     name = "validation"
 
     def __init__(self, setup: Setup) -> None:
-        self.images, self.steps = setup.held_out, setup.epoch_ends
+        self.images = setup.held_out
+        self.steps: Container[int] = setup.epoch_ends if len(setup.held_out) else ()
         self.frozen = setup.config.train.freeze == "backbone"
         self._features: Tensor | None = None
 
     def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield val/loss (nats) and val/accuracy (0 to 1)."""
-        if not len(self.images):
-            return
         logits = self._head_alone(classifier) if self.frozen else None
         if logits is None:
             result, _ = evaluate(classifier, self.images)

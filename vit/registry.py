@@ -47,7 +47,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 DATASETS = {
     "cifar10": DatasetSpec(
         (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
-        "published:cifar10", test_included=True,
+        "published:cifar10",
     ),
     "cifar100": DatasetSpec(
         (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),

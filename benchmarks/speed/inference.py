@@ -26,7 +26,8 @@ from torch import Tensor
 
 from benchmarks.timing import take_turns
 from vit.classifier import PART, Classifier
-from vit.data.datasets import load
+from vit.data.config import DataConfig
+from vit.data.datasets import load_test_images
 from vit.data.images import ImageSet
 from vit.hardware import autocast, describe
 from vit.model_file import SavedModel, load_model
@@ -145,7 +146,7 @@ def main() -> None:
     torch.manual_seed(0)
     saved = load_model("cifar10_quick", "cpu", "bfloat16")
     timm = timm_classifier(saved)
-    test = load("cifar10", DATA, train=False, download=False)
+    test = load_test_images(DataConfig(name="cifar10", root=str(DATA), download=False))
     test = test.select(torch.arange(arguments.images))
     routes: dict[str, Run] = {REFERENCE: shared(timm)}
     preparation = {REFERENCE: 0.0}

@@ -1,7 +1,6 @@
 """Loading data sets: training, held-out and test images, in memory or in their files."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vit.console import note
-from vit.data.config import DataConfig, DataName
+from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.layout import some
 from vit.data.preprocess import Preprocess
@@ -81,25 +80,13 @@ def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
     return kept
 
 
-def load(
-    name: DataName, root: str | Path, train: bool, count: int | None = None, **settings: Any
-) -> ImageSet:
-    """Load the training or test images of a data set into memory.
-
-    The arguments are those of `open_images`, with the fields of `DataConfig` by themselves.
-
-    Raises:
-        ValueError: As for `open_images`; or a setting is not allowed, or an image cannot be read.
-    """
-    data = DataConfig(name=name, root=str(root) or ".", **settings)
-    images = open_images(data, train, count)
-    return images.resized(Preprocess.from_config(data)).in_memory()
-
-
 def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> ImageSet:
     """Load the test images of a data set into memory, or leave them in their files if too large.
 
-    They get the size of `preprocess`, or that of the data set. Errors as for `load`.
+    They get the size of `preprocess`, or that of the data set.
+
+    Raises:
+        ValueError: As for `open_images`; or an image cannot be read.
     """
     test = open_images(data, train=False).resized(preprocess or Preprocess.from_config(data))
     return test.in_memory() if fit_into_memory((test,), data.memory_gb) else test
@@ -138,15 +125,15 @@ def load_training(
         shared: As for `open_images`, of the training images.
 
     Raises:
-        ValueError: As for `load`; or there are fewer images than requested, or a class would be
-            left without training images.
+        ValueError: As for `open_images`; an image cannot be read, there are fewer than requested,
+            or a class would be left without training images.
     """
     preprocess = preprocess or Preprocess.from_config(data)
     training, held = split_training(data, seed, shared)
     training, held = training.resized(stored or preprocess), held.resized(preprocess)
     sets = [training, held]
     if check and not data.spec.test_included:  # also downloads them; skip decodes them
-        sets.append(open_images(data, train=False).resized(preprocess))
+        sets.append(open_images(data, train=False))
     if fit_into_memory((training, held), data.memory_gb):
         training, held = training.in_memory(), held.in_memory()
         del sets[:2]

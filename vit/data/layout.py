@@ -55,7 +55,7 @@ def recognize(root: Path) -> str | None:
     """Return the value of data.name for images of the user's own, or None for anything else."""
     if root.suffix.lower() == ".csv" and root.is_file():
         return "table"
-    part = next((root / name for name in (TRAIN, "test") if (root / name).is_dir()), root)
+    part = next((root / name for name in (TRAIN, *TESTS) if (root / name).is_dir()), root)
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
     if tar_files(part) and (part != root or (root / CLASSES_FILE).is_file()):
         return "shards"

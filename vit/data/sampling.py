@@ -1,7 +1,7 @@
 """Which images are used when: subsets, splits and batches, as pure functions of seed and epoch.
 
-Labels are (N,) int64, 0 to C - 1. Subsets are ascending indices into them, int64; those for another
-purpose, a text, are independent.
+Labels are (N,) int64, 0 to C - 1, on any device. Subsets are ascending indices into them, int64 on
+the CPU; those for another purpose, a text, are independent.
 """
 
 import math
@@ -89,7 +89,7 @@ def held_out_beside(train_size: int, size: float | None) -> int:
 def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return a permutation (N,), and each image's number within its class and its class's size."""
     order = torch.randperm(len(labels), generator=generator(seed, purpose))
-    _, label, sizes = labels[order].unique(return_inverse=True, return_counts=True)
+    _, label, sizes = labels.cpu()[order].unique(return_inverse=True, return_counts=True)
     by_class = label.argsort(stable=True)
     first = (sizes.cumsum(dim=0) - sizes)[label[by_class]]  # in by_class, of the same class
     turn = torch.empty_like(order)
@@ -141,8 +141,8 @@ def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: i
 
     It is a sequence of rounds, each with one image of every class in random order, so every batch
     is balanced too, up to two images per class. A class takes its images in random order, and
-    starts again in another order when all have been taken. The labels may be on any device; the
-    shape is that of the result: steps, and images per step, see `divide_epoch`.
+    starts again in another order when all have been taken. The shape is that of the result: steps,
+    and images per step, see `divide_epoch`.
     """
     draw = generator(seed, "balanced epoch", epoch)
     labels = labels.cpu()

@@ -165,5 +165,5 @@ class ImageFiles:
 def _require_readable(problems: Iterable[str]) -> None:
     for problem in problems:
         raise ValueError(
-            f"{problem}; restore, replace or delete it, or use --data.on_bad_image skip"
+            f"{problem}; restore, replace or delete it, or train with --data.on_bad_image skip"
         )

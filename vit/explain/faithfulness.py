@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vit.seeding import generator
 
 Filling = Callable[[Tensor, Tensor], Tensor]  # images, hidden pixels (B, 1, H, W) -> images
+Z = 1.959964  # a normal variable is within ± Z with a probability of 95%
 LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # fractions of hidden patches
 
 
@@ -127,4 +128,4 @@ def mean_interval(values: Tensor) -> tuple[float, float]:
     """Return the mean of values (B,) and half its normal 95% interval, NaN for a single value."""
     values = values.cpu().double()
     spread = values.std().item() if len(values) > 1 else math.nan
-    return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))
+    return values.mean().item(), Z * spread / math.sqrt(len(values))

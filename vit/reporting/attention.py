@@ -59,7 +59,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
     folder = results_folder(saved, options.out) / ATTENTION_FOLDER
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
-    _write_maps(saved, test, indices, kinds, target, rollout, folder)
+    _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)
     print(
         f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "
         f"to {folder}/\n"
@@ -119,6 +119,7 @@ def _write_maps(
     indices: Tensor,
     kinds: Sequence[str],
     target: int | None,
+    batch_size: int,
     rollout: dict[str, Any],
     folder: Path,
 ) -> None:
@@ -126,7 +127,7 @@ def _write_maps(
     classifier, chosen = saved.classifier, test.select(indices).in_memory()
     pixels, classes, names = chosen.pixels(), classifier.classes, _names(indices)
     aims = None if target is None else torch.full_like(indices, target)
-    logits, maps = classifier.maps(pixels, kinds, aims, **rollout)
+    logits, maps = classifier.maps(pixels, kinds, aims, batch_size=batch_size, **rollout)
     explained = logits.argmax(dim=1).cpu() if aims is None else aims
     logits = classifier.scaled(logits)
     probabilities, predicted = logits.softmax(dim=1).max(dim=1)

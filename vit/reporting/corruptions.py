@@ -17,8 +17,9 @@ from tqdm import tqdm
 from vit.classifier import PART, Classifier
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
-from vit.evaluation import Z, average, fraction, interval_of_mean
+from vit.evaluation import average, fraction, interval_of_mean
 from vit.explain.charts import corruption_chart
+from vit.explain.faithfulness import Z
 from vit.explain.figures import corruption_picture
 from vit.files import write_atomically
 from vit.model_file import SavedModel

@@ -4,7 +4,7 @@ Each has a function that writes a model and one that loads the result with its o
 torch.export take images that are normalized already; their metadata say how, as JSON:
 
     classes     the class names
-    preprocess  image_size, mean, std, interpolation: the fields of `Preprocess`
+    preprocess  the fields of `vit.data.preprocess.Preprocess`
     input       what the model takes, in words
 
 Shapes: B batch, C classes.

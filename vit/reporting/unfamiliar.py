@@ -75,7 +75,7 @@ def report_unfamiliar(
     bar = tqdm(sets, "features", unit="set", leave=False, disable=None)  # on terminals only
     reference, *features = (F.normalize(classifier.features(i), dim=1).cpu() for i in bar)
     familiar, unfamiliar = (
-        _scores(classifier.logits(images).cpu(), each, reference)
+        _scores(classifier.logits(images, options.batch_size).cpu(), each, reference)
         for images, each in zip(sets[1:], features, strict=True)
     )
     scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}

@@ -23,7 +23,6 @@ from vit.training.state import start_state
 from vit.training.step import TrainingStep
 from vit.training.teacher import load_teacher
 
-FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
 TRAINING_FRACTION = 0.96  # of a time budget; the rest is for validation and checkpoints
 LOGGED_IMAGES = 80  # images trained on in the time in which the attention of one is logged
@@ -59,8 +58,7 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         classifier = Classifier(
             model.eval(), run.preprocess, training.classes, run.device, run.precision
         )
-        parts = training.parts(FEATURE_BATCH)
-        features = torch.cat([classifier.features(part) for part in parts])
+        features = classifier.features(training)
         forward = model.get_classifier()
     weights = class_weights(training.class_counts()) if config.data.balance == "loss" else None
     step = TrainingStep(

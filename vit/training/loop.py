@@ -99,7 +99,7 @@ class Loop:
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
         batches = self._batches(epoch)
-        if done == 0 or len(state.points) != done:  # a new epoch, or the batch size has changed
+        if done == 0:  # a new epoch
             state.points.clear()
         logged, since = done, 0.0
         training, resumed = 0.0, time.perf_counter()  # seconds without logging and evaluation
@@ -202,11 +202,10 @@ class Loop:
         try:
             write()
         except OSError as error:
-            if self.tracker is not None:  # in the other processes, the error may be the same
-                warn(
-                    f"could not write {what} of step {self.step.state.step} ({error}); keeping the "
-                    "previous checkpoint and continuing"
-                )
+            warn(
+                f"could not write {what} of step {self.step.state.step} ({error}); keeping the "
+                "previous checkpoint and continuing"
+            )
             return False
         return True
 

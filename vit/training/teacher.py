@@ -51,8 +51,7 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
         _check(saved.classifier, name, classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    if run.world.main:
-        warn_of_seen_images("optim.teacher", name, saved.config, run.config)
+    warn_of_seen_images("optim.teacher", name, saved.config, run.config)
     model = saved.classifier.model.to(run.device)
     teacher = replace(saved.classifier, model=model, device=run.device, precision=run.precision)
     return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))
