@@ -1,0 +1,124 @@
+"""Whole runs on a device beside the CPU, which is pretended: tensors are where they are used.
+
+Its tensors cannot be combined with tensors on the CPU, as those of a GPU, but the CPU computes with
+them. So runs end with the same weights, and a tensor in the wrong place is found without a GPU.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from small_runs import metrics, small
+from vit.model_file import load_model
+from vit.registry import OPTIMIZERS
+from vit.reporting.attention import explain_run
+from vit.reporting.config import MapsConfig
+from vit.training.config import Config
+from vit.training.train import train
+
+DEVICE = torch.device("meta")  # the other device for which torch needs no driver
+# Operators that also take tensors on the CPU; the result is where the first argument is.
+CROSSING = {"aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put_"}
+
+
+class OnDevice(Tensor):
+    """A tensor on the pretended device, with its numbers on the CPU."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> "OnDevice":
+        return Tensor._make_wrapper_subclass(
+            cls, numbers.size(), numbers.stride(), dtype=numbers.dtype, device=DEVICE,
+            requires_grad=numbers.requires_grad,
+        )  # fmt: skip
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    def tolist(self) -> Any:
+        return self.numbers.tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return compute(operator, args, kwargs or {})
+
+
+class PretendedDevice(TorchDispatchMode):
+    """Where this is active, there is the device."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return compute(operator, args, kwargs or {})
+
+
+def compute(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of torch on the CPU, and put the results where they belong."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    there = [isinstance(tensor, OnDevice) for tensor in tensors]
+    crossing = operator._schema.name in CROSSING
+    apart = [t for t, on in zip(tensors, there, strict=True) if not on and t.dim() > 0]
+    if any(there) and apart and not crossing:
+        raise RuntimeError(f"{operator}: expected all tensors to be on the same device")
+    results_there = there[0] if crossing else any(there)
+    if kwargs.get("device") is not None:
+        results_there = torch.device(kwargs["device"]) == DEVICE
+        kwargs = {**kwargs, "device": "cpu"}
+    plain_args, plain = tree_map_only(OnDevice, lambda t: t.numbers, (args, kwargs))
+    results = operator(*plain_args, **plain)
+    if not results_there:
+        return results
+    results = tree_map_only(Tensor, OnDevice, results)
+    return return_and_correct_aliasing(operator, args, kwargs, results) if any(there) else results
+
+
+@contextlib.contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs choose the pretended device here; it does without what torch has for real ones only."""
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = None) -> "Generator":
+            return super().__new__(cls)
+
+    autocast, swap = torch.autocast, torch.__future__.set_swap_module_params_on_conversion
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch, "autocast", lambda _, *args, **how: autocast("cpu", *args, **how))
+    monkeypatch.delitem(OPTIMIZERS["muon"].arguments, "fused")
+    for module in ("vit.training.start", "vit.model_file"):
+        monkeypatch.setattr(f"{module}.choose_device", lambda _: DEVICE)
+    for module in ("vit.training.messages", "vit.model_file"):
+        monkeypatch.setattr(f"{module}.describe", str)
+    swap(True)  # else parameters stay what they are, and only share their memory
+    try:
+        with PretendedDevice():
+            yield
+    finally:
+        swap(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*to a meta parameter")  # torch mistakes the device for that
+def test_a_run_on_another_device_is_the_run_on_the_cpu(tmp_path, monkeypatch):
+    on_cpu, run = tmp_path / "cpu", tmp_path / "run"
+    train(a_run(on_cpu))
+    with pretended(monkeypatch):
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.zeros(2, device=DEVICE) + torch.ones(2)
+        train(a_run(run))
+        found, expected = (load_model(each).classifier.model.state_dict() for each in (run, on_cpu))
+        for key, value in found.items():
+            assert value.device == DEVICE
+            assert_close(value.cpu(), expected[key].cpu())
+        explain_run(str(run), MapsConfig(probes=3, faithfulness=4))
+    assert metrics(run)[-1] == pytest.approx(metrics(on_cpu)[-1], rel=1e-4)
+
+
+def a_run(folder: Path) -> Config:
+    return small(folder, train={"epochs": 1}, data={"balance": "loss"})
