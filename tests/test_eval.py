@@ -135,6 +135,19 @@ def test_a_chosen_class_changes_only_class_specific_maps(call, demo, tmp_path):
         assert (far > 0.01).all() if MAP_KINDS[kind].class_specific else (far == 0).all()
 
 
+def test_maps_of_a_batch_are_computed_at_once(call, demo, tmp_path, monkeypatch):
+    sizes, draw = [], attention_maps
+
+    def watched(model: Any, images: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(len(images))
+        return draw(model, images, *args, **options)
+
+    monkeypatch.setattr("vit.explain.maps.attention_maps", watched)
+    words = ("--probes", 5, "--batch_size", 2, "--faithfulness", 0, "--out", tmp_path)
+    assert call(demo, "maps", *words, *SAME).code == 0
+    assert sizes == [2, 2, 1]
+
+
 def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path, explained):
     folder = tmp_path / "attention"
     shutil.copytree(explained[0], folder)

@@ -316,6 +316,15 @@ def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
         assert problem in str(error.value)
 
 
+def test_test_images_in_the_home_folder_are_found(tmp_path, monkeypatch):
+    saved = load_model("cifar10_quick", "cpu")
+    for name in saved.classifier.classes:
+        (tmp_path / "pictures" / "test" / name).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / "pictures" / "test" / name / "one.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(load_test(saved, "~/pictures")) == len(saved.classifier.classes)
+
+
 def test_training_images_are_where_they_were_or_in_another_root(tmp_path: Path) -> None:
     classes, root, other = ("a", "b"), tmp_path / "pictures", tmp_path / "other"
     for place, shade in ((root, 0), (other, 200)):

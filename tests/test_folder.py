@@ -208,6 +208,9 @@ def test_images_are_recognized(root, classes_only, tmp_path):
     loose = root / "train" / "cat"  # images without classes
     with pytest.raises(ValueError, match=r"cat has no class folders \(it contains 00\.png, 03"):
         read(loose, train=recognize(loose) == "folder")
+    shutil.rmtree(root / "train")
+    (root / "test").rename(root / "val")
+    assert recognize(root) == "folder"
     assert {*CIFAR10} == {CIFAR.base_folder, CIFAR.filename}
 
 

@@ -27,7 +27,7 @@ from torchvision import datasets as tv
 from small_runs import load
 from vit.data import published
 from vit.data.config import DataConfig
-from vit.data.datasets import open_images
+from vit.data.datasets import load_training, open_images
 from vit.registry import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
@@ -218,8 +218,15 @@ def test_cifar10_is_read_without_torchvision_if_its_files_are_whole(tmp_path, mo
     parts = [[folder / name for name in (*part, "batches.meta")] for part in files]
     sums = [sha256(b"".join(path.read_bytes() for path in part)).hexdigest() for part in parts]
     monkeypatch.setattr(published, "CIFAR10_SHA256", sums)
-    monkeypatch.setattr(published, "read_torchvision", None)
+
+    def torchvision(*_: object) -> None:
+        raise ValueError("torchvision was asked")
+
+    monkeypatch.setattr(published, "read_torchvision", torchvision)
     assert_complete(data)
+    (folder / "test_batch").unlink()
+    with pytest.raises(ValueError, match="torchvision was asked"):
+        load_training(data, seed=0)
 
 
 @pytest.mark.parametrize(("name", "module"), [("svhn", "scipy"), ("digits", "sklearn")])
