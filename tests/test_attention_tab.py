@@ -512,6 +512,9 @@ def test_pointing_at_a_patch_shows_its_cosines(page: Page, address: str) -> None
         np.testing.assert_allclose(shown, exact, atol=0.02)
     shown = numbers(frame, 1)["cosines"][2]  # from the other side
     np.testing.assert_allclose(shown, cosines("narrow", 0, 0, 13, 10, 0), atol=0.02)
+    for heading, wanted in (("cosine", "true"), ("components", "false")):  # with the keyboard
+        frame.get_by_role("button", name=heading, exact=True).first.press("Enter")
+        page.wait_for_function(f"() => location.hash.includes('feature=similarity') === {wanted}")
     frame.locator(".features > canvas").nth(LAYERS * 4 - 3).click(position={"x": 3, "y": 3})
     page.wait_for_function("() => location.hash.includes('p.attention.feature=similarity')")
     found = hover(page, frame, 2, 3)
@@ -660,7 +663,9 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     page.mouse.move(*patch_at(frame, 2, 1))
     page.mouse.down()
     page.mouse.move(*patch_at(frame, 2, 3))  # so fast that the patch between is skipped
-    page.mouse.up()
+    page.mouse.move(1, 1)
+    page.mouse.up()  # outside, which ends the stroke, too
+    page.mouse.move(*patch_at(frame, 4, 4))
     frame.get_by_label("Brush").select_option("out")
     page.mouse.click(*patch_at(frame, 6, 6))
     hidden, out = [17, 18, 19], 54
@@ -678,6 +683,20 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     [only] = shown["maps"]
     values = np.array(only["values"])
     np.testing.assert_allclose(values[kept], rollout * GRID**2, atol=0.02)
+
+
+def test_a_question_is_cancelled_while_its_model_is_loaded(page: Page, address: str) -> None:
+    held = []
+    page.goto("about:blank")  # which forgets all models
+    page.route("**/live_weights*", lambda route: held.append(route))
+    frame = show_live(page, address, view="maps")
+    frame.get_by_label("Brush").select_option("mean")
+    page.mouse.click(*patch_at(frame, 2, 1))
+    frame.get_by_role("button", name="Cancel").click()
+    expect(frame.get_by_text("The request was replaced or cancelled.").first).to_be_visible()
+    for route in held:
+        route.continue_()
+    page.unroute("**/live_weights*")
 
 
 def test_moved_and_borrowed_patches(page: Page, address: str, logged: Logged) -> None:

@@ -2,7 +2,7 @@
 
 import { Cache, fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
 import { changedPatches, changedPixels, mutedHeads } from "./edits.js";
-import { LiveModel } from "./live.js";
+import { LiveModel, aborted } from "./live.js";
 import { MEAN, Weights, range } from "./maths.js";
 import { prepare } from "./photo.js";
 import { canvasesOf } from "./raster.js";
@@ -16,6 +16,7 @@ const shapeOf = ({ layers, heads, grid }, prefix) => String([layers, heads, grid
 const lives = new Cache(KEPT);
 const models = new Cache(KEPT);
 const answers = new Cache(KEPT);
+let loading = new AbortController(); // ends the waiting for models
 
 /** Ask which steps of a run are live; `news` changes when the run has something new. */
 export function liveOf(run, news) {
@@ -34,13 +35,24 @@ function modelAt(run, { spec, steps }, step) {
   return models.get(key, load);
 }
 
-/** End what the models are doing. */
+/** End what the models are doing, and what waits for one. */
 export function cancelAll() {
+  loading.abort(aborted());
+  loading = new AbortController();
   for (const one of models.values())
     one.then(
       (model) => model.cancel(),
       () => {},
     );
+}
+
+/** Wait for a promise, until everything is cancelled. */
+function orCancelled(promise) {
+  const { signal } = loading;
+  const cancelled = new Promise((_, reject) =>
+    signal.addEventListener("abort", () => reject(signal.reason)),
+  );
+  return Promise.race([promise, cancelled]);
 }
 
 /** Return the pixels of a record's image, or of a photo, as the model of a step takes them. */
@@ -61,7 +73,7 @@ export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const { spec } = live;
   if (shapeOf(spec, spec.prefix) !== shapeOf(record.details, record.prefix.length))
     throw new Error("The stored model is not that of the image.");
-  const model = await modelAt(record.run, live, record.step);
+  const model = await orCancelled(modelAt(record.run, live, record.step));
   const image = await pixelsOf(record, spec, photo);
   const name = photo ? [photo.name, photo.size, photo.lastModified] : record.tag;
   const key = JSON.stringify([record.run, record.step, live.steps, name]);

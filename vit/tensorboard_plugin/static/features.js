@@ -216,7 +216,8 @@ export class FeaturesView {
       };
     const maps = features.numbers.map((_, layer) => raster(listenersOf(layer)));
     const picture = raster();
-    const head = make("div", { style: `width: ${side}px`, title }, title, picture.canvas);
+    const name = feature ? button(title, () => this.actions.choose({ feature })) : title;
+    const head = make("div", { style: `width: ${side}px`, title }, name, picture.canvas);
     return { record, features, feature, size, head, picture, maps };
   }
 

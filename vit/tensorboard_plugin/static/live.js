@@ -140,7 +140,7 @@ async function canUseGpu() {
   return Boolean(await navigator.gpu.requestAdapter().catch(() => null));
 }
 
-function aborted() {
+export function aborted() {
   return new DOMException("The request was replaced or cancelled.", "AbortError");
 }
 

@@ -27,11 +27,14 @@ export class Picture {
       pointermove: (event) => {
         point(this.patchAt(event));
         if (this.stroke === null) return;
-        for (const one of event.getCoalescedEvents()) this.#draw(this.patchAt(one), press);
+        // Pages without HTTPS have none.
+        for (const one of event.getCoalescedEvents?.() ?? [event]) this.#draw(this.patchAt(one), press);
       },
       pointerleave: () => point(null),
       pointerdown: (event) => {
-        if (event.button === 0) this.#press(this.patchAt(event), press, false);
+        if (event.button !== 0) return;
+        this.canvas.setPointerCapture(event.pointerId); // so that a stroke can end outside
+        this.#press(this.patchAt(event), press, false);
       },
       pointerup: (event) => {
         if (this.stroke !== null) release(this.patchAt(event));
