@@ -146,6 +146,10 @@ def test_maps_of_a_batch_are_computed_at_once(call, demo, tmp_path, monkeypatch)
     words = ("--probes", 5, "--batch_size", 2, "--faithfulness", 0, "--out", tmp_path)
     assert call(demo, "maps", *words, *SAME).code == 0
     assert sizes == [2, 2, 1]
+    sizes.clear()
+    monkeypatch.setattr("vit.classifier.MOST_WEIGHTS", 0)  # one image at a time
+    assert call(demo, "maps", *words, *SAME).code == 0
+    assert sizes == [1, 1, 1, 1, 1]
 
 
 def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path, explained):

@@ -36,11 +36,19 @@ from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.evaluation import Validation, evaluate, intervals, mcnemar, report, wilson_interval
+from vit.evaluation import (
+    Validation,
+    average,
+    evaluate,
+    intervals,
+    mcnemar,
+    report,
+    wilson_interval,
+)
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.reporting import unfamiliar
-from vit.reporting.config import ReportConfig
+from vit.reporting.config import EvalDataConfig, ReportConfig
 from vit.reporting.loading import load_split, load_test
 from vit.reporting.tables import metrics_table
 from vit.reporting.unfamiliar import detection, load_unfamiliar, report_unfamiliar
@@ -243,6 +251,10 @@ def test_table_has_a_row_for_each_class_and_aligned_columns() -> None:
     assert ends == {len(lines[6])}
 
 
+def test_a_single_value_has_no_interval() -> None:
+    assert average("size", torch.tensor([2.0])) == {"size": 2.0, "size_95": None}
+
+
 @pytest.mark.parametrize("digits", [8, 1, 0])  # with fewer digits, scores are equal more often
 def test_metrics_are_those_of_scikit_learn(digits: int) -> None:
     random = torch.Generator().manual_seed(0)
@@ -316,13 +328,25 @@ def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
         assert problem in str(error.value)
 
 
+def test_nothing_is_downloaded_where_the_user_s_images_are(untrained, tmp_path, monkeypatch):
+    asked = lambda data, train: SimpleNamespace(resized=lambda _: data.root)  # noqa: E731
+    monkeypatch.setattr(unfamiliar, "open_images", asked)
+    saved, pictures = load_model(untrained, "cpu"), tmp_path / "pictures"
+    for name in "ab":
+        (pictures / name).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(pictures / name / "one.png")
+    roots = [load_unfamiliar("digits", saved, str(tmp_path / n)) for n in ("pictures", "sets")]
+    assert roots == ["data", str(tmp_path / "sets")]
+
+
 def test_test_images_in_the_home_folder_are_found(tmp_path, monkeypatch):
     saved = load_model("cifar10_quick", "cpu")
     for name in saved.classifier.classes:
         (tmp_path / "pictures" / "test" / name).mkdir(parents=True)
         Image.new("L", (8, 8)).save(tmp_path / "pictures" / "test" / name / "one.png")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(load_test(saved, "~/pictures")) == len(saved.classifier.classes)
+    root = EvalDataConfig(root="~/pictures").root
+    assert len(load_test(saved, root)) == len(saved.classifier.classes)
 
 
 def test_training_images_are_where_they_were_or_in_another_root(tmp_path: Path) -> None:

@@ -10,18 +10,20 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from torch.testing import assert_close
 
+import vit
 from small_runs import load
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.evaluation import report
 from vit.model_file import BUNDLED, load_model
-from vit.reporting.model_card import write_hub
+from vit.reporting.model_card import model_card, write_hub
 from vit.reporting.tables import metrics_table
 from vit.training.config import from_dict, to_dict
 
@@ -114,6 +116,13 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(tmp_path: 
         server.server_close()
 
 
+def test_an_export_is_written_where_results_belong(tmp_path: Path, monkeypatch: Any) -> None:
+    classifier = dataclasses.replace(vit.load("cifar10_quick", "cpu"), run=tmp_path)
+    monkeypatch.setattr("vit.reporting.export.export_run", lambda _, options: [options.out])
+    assert classifier.export("onnx") == str(tmp_path / "export")  # not beside a file in a cache
+    assert classifier.export("onnx", "here") == "here"
+
+
 def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     saved = load_model("cifar10_quick", "cpu", "float32")
     data = dataclasses.replace(saved.config.data, root="/home/ada/photos")
@@ -131,6 +140,8 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     assert measured["dataset"]["name"] == "cifar10"
     assert metrics_table(json.loads(content)) in text
     assert f"{saved.step:,} optimizer steps on `cifar10`" in text
+    (tmp_path / "eval/report.json").write_text(json.dumps({**json.loads(content), "flip": True}))
+    assert "Not measured." in model_card(saved)  # not as the code in the card classifies
 
 
 # Bundled models.

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vit
 from vit.data.shapes import KINDS, draw_shapes
+from vit.integrations import AttentionLog
 from vit.model.attention_model import require_attention
 from vit.tensorboard_plugin.encoding import decode_details, decode_weights
 
@@ -59,6 +60,12 @@ def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) 
         codes, scale = decode_weights(stored)
         expected = torch.stack([layer[number] for layer in weights]).numpy()
         assert np.abs(codes * scale[..., None] - expected).max() <= expected.max() / 510 + 1e-6
+
+
+def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys: Any) -> None:
+    found = {"weights": torch.ones(1, 2, 1, 17, 17), "grid": (4, 4), "num_prefix_tokens": 1}
+    AttentionLog(IMAGES[:2], 3).add(None, torch.nn.Linear(2, 2), 3, lambda *_: found)
+    assert "the attention of step 3 is not logged: weights: rows" in capsys.readouterr().err
 
 
 def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, describe
-from vit.model.attention_model import attention_model
+from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
 from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
 PART = 64
+# Attention weights of a forward pass for maps: half a gigabyte, and their gradients as much again.
+MOST_WEIGHTS = 2**27
 PHOTO_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.photos)
 
 Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tell from a str
@@ -113,11 +115,11 @@ class Classifier:
         """
         return self._by_parts(self._classify, images, batch_size)
 
-    def features(self, images: Tensor | ImageSet | Photo | Photos) -> Tensor:
+    def features(self, images: Tensor | ImageSet | Photo | Photos, batch_size: int = 500) -> Tensor:
         """Return what the head gets for images or photos: (N, D) float32, on the device."""
         if not isinstance(images, Tensor | ImageSet):
             images = self._resize(images)
-        return self._by_parts(self._features, images)
+        return self._by_parts(self._features, images, batch_size)
 
     def part_size(self, batch_size: int = 500) -> int:
         """Return the number of images per forward pass that is fastest, on all cores together."""
@@ -170,7 +172,8 @@ class Classifier:
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
             precision: Precision of the forward pass.
-            batch_size: Images per forward pass.
+            batch_size: Most images per forward pass; fewer if their attention weights take more
+                than half a gigabyte.
             **options: Options of `vit.explain.maps.attention_maps`.
 
         Returns:
@@ -181,6 +184,11 @@ class Classifier:
             ValueError: The model has no maps, or a kind is unknown.
         """
         parts, draw = [], _late("explain.maps:attention_maps")
+        reader: Any = require_attention(self.model)
+        rows, columns = reader.patch_embed.grid(*images.shape[2:])
+        tokens = reader.num_prefix_tokens + rows * columns
+        numbers = tokens**2 * sum(block.attn.num_heads for block in reader.blocks)
+        batch_size = max(1, min(batch_size, MOST_WEIGHTS // numbers))
         for start in range(0, len(images), batch_size):
             part = slice(start, start + batch_size)
             aim = None if target is None else target[part].to(self.device)
@@ -314,6 +322,7 @@ class Classifier:
         Raises:
             ValueError: The format cannot represent the model, or its packages are not installed.
         """
+        out = out or (self.run and self.run / _late("run.folder:EXPORT_FOLDER"))
         options = _late("reporting.config:ExportConfig")(formats=(name,), out=out and str(out))
         path: Path = _late("reporting.export:export_run")(self._source(), options)[0]
         return path

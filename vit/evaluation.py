@@ -155,9 +155,9 @@ def fraction(name: str, part: int, total: int) -> dict[str, Any]:
 
 
 def average(name: str, values: Tensor) -> dict[str, Any]:
-    """Return the mean of values (N,) and its normal 95% interval by name."""
+    """Return the mean of values (N,) and its normal 95% interval, None for N = 1, by name."""
     mean, half = mean_interval(values)
-    return {name: mean, f"{name}_95": (mean - half, mean + half)}
+    return {name: mean, f"{name}_95": (mean - half, mean + half) if len(values) > 1 else None}
 
 
 def wilson_interval(hits: float, count: float) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vit.console import warn
 from vit.data.preprocess import Preprocess
 from vit.tensorboard_plugin import add_attention
 
@@ -42,4 +43,7 @@ class AttentionLog:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        add_attention(writer, "attention", self.images, step=step, **{**seen, **self.shown})
+        try:
+            add_attention(writer, "attention", self.images, step=step, **{**seen, **self.shown})
+        except ValueError as error:  # such as rows that do not sum to 1
+            warn(f"the attention of step {step} is not logged: {error}")

@@ -33,6 +33,7 @@ def _read(model: Any, inputs: Tensor) -> dict[str, Any]:
     grid = tuple(n // about.patch_size for n in inputs.shape[-2:])
     prefix = output.attentions[0].shape[-1] - grid[0] * grid[1]
     mean = prefix == 0 or getattr(about, "use_mean_pooling", False)
+    mean = mean or type(model).__name__ == "CLIPForImageClassification"  # no setting says so
     return {
         "weights": output.attentions, "logits": output.get("logits"), "grid": grid,
         "num_prefix_tokens": prefix, "readout": "mean" if mean else "class_token",

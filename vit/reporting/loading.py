@@ -51,7 +51,7 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     """
     data = saved.config.data
     if root is not None and not data.spec.own_files:
-        data = dataclasses.replace(data, name=recognize(Path(root).expanduser()) or data.name)
+        data = dataclasses.replace(data, name=recognize(Path(root)) or data.name)
     root = root or data.root
     data = dataclasses.replace(data, root=root, download=True)
     test = load_test_images(data, saved.classifier.preprocess)

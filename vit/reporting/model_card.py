@@ -92,6 +92,8 @@ def model_card(saved: SavedModel) -> str:
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     measured = saved.finished and file.exists()
     report = json.loads(file.read_text(encoding="utf-8")) if measured else {}
+    if report.get("flip"):  # which the code in the card does not do
+        report = {}
     rows, columns = classifier.preprocess.image_size
     return CARD.format(
         metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),

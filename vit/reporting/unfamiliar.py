@@ -16,6 +16,7 @@ from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
+from vit.data.layout import recognize
 from vit.data.photos import find_photos
 from vit.data.sampling import balanced_subset
 from vit.data.stream import ImageFiles
@@ -45,7 +46,9 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
     known = ["noise", *(key for key, spec in DATASETS.items() if not spec.own_files)]
     require(name != data.name, "unfamiliar", name, "images of other classes")
     if name in known[1:]:
-        other = DataConfig(name=name, root=root or data.root)
+        # Where the user's own images are, nothing is downloaded.
+        own = data.spec.own_files or (root and recognize(Path(root)))
+        other = DataConfig(name=name, root=DataConfig.root if own else root or data.root)
         return open_images(other, train=False).resized(preprocess)
     images: Tensor | ImageFiles
     if name == "noise":
@@ -69,13 +72,13 @@ def report_unfamiliar(
     options: ReportConfig,
 ) -> Part:
     """Measure how well scores tell test images from others, see `detection`."""
-    count = min(TRAINING, len(training))
+    count, size = min(TRAINING, len(training)), options.batch_size
     chosen = balanced_subset(training.labels, count, options.seed, "unfamiliar")
     sets = (training.select(chosen).resized(classifier.preprocess), test, others)
     bar = tqdm(sets, "features", unit="set", leave=False, disable=None)  # on terminals only
-    reference, *features = (F.normalize(classifier.features(i), dim=1).cpu() for i in bar)
+    reference, *features = (F.normalize(classifier.features(i, size), dim=1).cpu() for i in bar)
     familiar, unfamiliar = (
-        _scores(classifier.logits(images, options.batch_size).cpu(), each, reference)
+        _scores(classifier.logits(images, size).cpu(), each, reference)
         for images, each in zip(sets[1:], features, strict=True)
     )
     scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
