@@ -209,12 +209,27 @@ def test_every_recipe_is_whole_and_named_after_its_run() -> None:
         assert file.read_text().startswith("# ")
 
 
-def test_epochs_that_a_time_budget_would_ignore_are_refused() -> None:
-    words = ["--config", "plain", "--train.epochs", "2"]
-    with pytest.raises(ValueError, match=r"^train.epochs: .* add --train.budget_minutes null"):
-        parse_train(words)
-    config, _ = parse_train([*words, "--train.budget_minutes", "null"])
-    assert (config.train.epochs, config.train.budget_minutes) == (2, None)
+def test_epochs_that_a_time_budget_would_ignore_are_refused(tmp_path: Path) -> None:
+    epochs, both = tmp_path / "epochs.yaml", tmp_path / "both.yaml"
+    epochs.write_text("train: {epochs: 2}")
+    both.write_text("train: {epochs: 2, budget_minutes: 3}")  # as a run writes it
+    for more in (["--train.epochs", "2"], ["--config", str(epochs)]):
+        words = ["--config", "plain", *more]
+        with pytest.raises(ValueError, match=r"^train.epochs: .* add --train.budget_minutes null"):
+            parse_train(words)
+        config, _ = parse_train([*words, "--train.budget_minutes", "null"])
+        assert (config.train.epochs, config.train.budget_minutes) == (2, None)
+    for words in ([epochs, "--config", "plain"], [both], [epochs, "--train.budget_minutes", 3]):
+        assert parse_train(["--config", *map(str, words)])[0].train.budget_minutes is not None
+
+
+def test_a_home_folder_is_found_in_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    config, _ = parse_train(
+        ["--out=~/runs/a", "--optim.teacher=~/b", "--data.root=~/c", "--data.name=folder"]
+    )
+    assert config.out == "/home/ada/runs/a"
+    assert (config.optim.teacher, config.data.root) == ("/home/ada/b", "/home/ada/c")
 
 
 def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path: Path) -> None:

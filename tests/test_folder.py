@@ -23,6 +23,7 @@ from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
 from vit.reporting.report import evaluate_run
 from vit.training.config import Config
+from vit.training.loop import Loop
 from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,7 +230,7 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, tmp_path, monkeypa
         assert (found.data.name, found.out) == (name, out), words
 
 
-def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp_path):
+def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^data\.root: .*/flower .* \(it does not exist\); check"):
         parse_train(["--data.root", str(classes_only.with_name("flower"))])
     (classes_only / "notes").mkdir()  # a class without images, so that nothing is recognized
@@ -237,6 +238,10 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp
     file.write_text(f"data: {{root: '{classes_only}'}}")
     with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); check .* --data\.name fold"):
         parse_train(["--config", str(file)])
+    classes_only.rename(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^data\.root: data contains neither CIFAR-10 nor"):
+        parse_train(["--data.root", "data"])
 
 
 # Runs.
@@ -288,3 +293,21 @@ def test_a_changed_folder_is_not_split_into_other_test_images(
     shutil.copy(one, one.with_name("zz.png"))
     with pytest.raises(ValueError, match=r"^data\.root: files in .* were added, deleted or rena"):
         evaluate_run(str(tmp_path / "run"), there)
+
+
+def test_a_folder_that_changes_during_training_is_not_tested(
+    classes_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Loop.run
+
+    def add_a_file(loop: Loop) -> None:
+        run(loop)
+        one = next((classes_only / "c d").iterdir())
+        shutil.copy(one, one.with_name("zz.png"))
+
+    monkeypatch.setattr(Loop, "run", add_a_file)
+    with pytest.raises(ValueError, match=r"^data\.root: .* during training"):
+        train(config(classes_only, tmp_path / "run"))
+    (classes_only / "c d" / "zz.png").unlink()
+    monkeypatch.undo()
+    assert train(config(classes_only, tmp_path / "run"))["n"] == 7

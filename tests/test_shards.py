@@ -135,6 +135,12 @@ def test_shards_for_training_and_testing_are_not_mixed(root: Path) -> None:
         read(root / "train")
 
 
+def test_a_class_may_be_called_train(root: Path) -> None:
+    first = next((root / "train").glob("*.tar"))
+    first.rename(first.with_name("train.tar"))
+    assert len(read(root).labels) == 30
+
+
 def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
     picture = encoded(0, "jpeg")
     long = f"x/y.z/4\u00e9 {'long' * 30}"

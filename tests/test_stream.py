@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,11 @@ def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
         monkeypatch.setattr("vit.data.datasets.free_memory", lambda free=free: free)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         assert fit_into_memory([images], None) == fits
+    for free, fits in ((4 * need, True), (4 * need - 4, False)):  # of an accelerator
+        module = SimpleNamespace(mem_get_info=lambda _, free=free: (free, 99 * need))
+        monkeypatch.setattr(torch, "get_device_module", lambda _, module=module: module)
+        monkeypatch.setattr("vit.data.datasets.free_memory", lambda: 99 * need)
+        assert fit_into_memory([images], None, torch.device("cuda")) == fits
 
 
 # Workers.

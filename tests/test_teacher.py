@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
 from vit.run.folder import MODEL_FILE
 from vit.training.build import build_step
-from vit.training.checks import may_have_seen
+from vit.training.checks import may_have_seen, warn_of_seen_images
 from vit.training.config import Config
 from vit.training.train import load_data, train
 
@@ -120,6 +121,13 @@ def test_a_model_that_has_seen_held_out_images_gives_a_warning(
     monkeypatch.setenv("RANK", "1")  # of several processes, the first one says so
     build_step(run, load_data(run)[0], source)
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_of_other_files_may_have_seen_held_out_images(tmp_path, capsys):
+    config, now = small(tmp_path), SimpleNamespace(fingerprint="now")
+    for files, warned in (("", False), ("now", False), ("before", True)):
+        warn_of_seen_images("optim.teacher", "it", config, files, config, now)
+        assert ("it was trained with other files" in capsys.readouterr().err) == warned
 
 
 def test_an_unfinished_teacher_is_named_as_such(tmp_path, capsys):

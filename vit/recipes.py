@@ -90,9 +90,15 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
     if not files and not other_model:
         files = [read_config("quick")]
         del files[0]["out"]  # named after the data set below
-    budget = merge([*files, flags]).get("train", {}).get("budget_minutes")
+    budget, ignored = None, False
+    for part in [*files, flags]:
+        train = merge([part]).get("train", {})
+        if "budget_minutes" in train:
+            budget, ignored = train["budget_minutes"], False
+        if "epochs" in train and (part is flags or "budget_minutes" not in train):
+            ignored = True
     minutes = TrainConfig(budget_minutes=budget).budget_minutes
-    if minutes is not None and "epochs" in flags.get("train", {}):
+    if minutes is not None and ignored:
         raise ValueError(
             f"train.epochs: with train.budget_minutes {minutes:g}, a benchmark sets the length; "
             "to choose the epochs, add --train.budget_minutes null"
@@ -104,11 +110,12 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
     if name is not None:
         values["data"] = {**data, "name": name}
     config = Config(**values)
-    if root not in (None, DataConfig.root) and name is None:
-        check_default_data(Path(config.data.root).expanduser())
+    place = Path(config.data.root)
+    is_empty = root == DataConfig.root and not any(place.glob("*"))  # to be downloaded into
+    if root is not None and name is None and not is_empty:
+        check_default_data(place)
     if "out" not in values and config.data.name != "cifar10":
-        place = Path(config.data.root).expanduser().resolve()
-        name = place.stem if config.data.name == "table" else place.name
+        name = place.resolve().stem if config.data.name == "table" else place.resolve().name
         own = config.data.spec.own_files and name
         config = dataclasses.replace(config, out=f"runs/{own or config.data.name}")
     return config

@@ -7,11 +7,12 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.dataclasses import dataclass
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ AutoOrSwitch = Annotated[
     BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value), value)),
 ]
 Text = Annotated[str, Field(max_length=1000)]
-PathName = Annotated[str, Field(min_length=1, max_length=1000)]
+PathName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(os.path.expanduser)]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 # Of a function of which this project knows neither the names nor the types of arguments.

@@ -18,6 +18,7 @@ from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 from vit.settings import require
 
+CPU = torch.device("cpu")
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
 
@@ -92,14 +93,19 @@ def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> 
     return test.in_memory() if fit_into_memory((test,), data.memory_gb) else test
 
 
-def fit_into_memory(sets: Sequence[ImageSet], memory_gb: float | None) -> bool:
+def fit_into_memory(
+    sets: Sequence[ImageSet], memory_gb: float | None, device: torch.device = CPU
+) -> bool:
     """Tell whether the decoded images of some sets fit into the memory that is for them, in GB.
 
     None is a quarter of the free memory, divided by the number of processes that train together on
-    this machine. Sets that are in memory already count as nothing.
+    this machine, and at most a quarter of that of an accelerator that they move to. Sets that are
+    in memory already count as nothing.
     """
-    processes = local_processes()
-    limit = FRACTION_OF_FREE * free_memory() / processes if memory_gb is None else 1e9 * memory_gb
+    free = free_memory() / local_processes()
+    if ask := getattr(torch.get_device_module(device), "mem_get_info", None):
+        free = min(free, ask(device)[0])
+    limit = FRACTION_OF_FREE * free if memory_gb is None else 1e9 * memory_gb
     return sum(s.images.nbytes for s in sets if isinstance(s.images, ImageFiles)) <= limit
 
 
@@ -110,6 +116,7 @@ def load_training(
     stored: Preprocess | None = None,
     check: bool = True,
     shared: dict[str, Any] | None = None,
+    device: torch.device = CPU,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images of a data set, and those of them that are held out.
 
@@ -122,7 +129,8 @@ def load_training(
         preprocess: Resizes the images; None is that of the data set.
         stored: Resizes the training images instead, see `Preprocess.stored`.
         check: Whether to decode images that are not kept in memory.
-        shared: As for `open_images`, of the training images.
+        shared: As for `open_images`, of the training images, and whether they are in memory.
+        device: Where images in memory will be moved.
 
     Raises:
         ValueError: As for `open_images`; an image cannot be read, there are fewer than requested,
@@ -134,7 +142,10 @@ def load_training(
     sets = [training, held]
     if check and not data.spec.test_included:  # also downloads them; skip decodes them
         sets.append(open_images(data, train=False))
-    if fit_into_memory((training, held), data.memory_gb):
+    shared = {} if shared is None else shared
+    if "in_memory" not in shared:
+        shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
+    if shared["in_memory"]:
         training, held = training.in_memory(), held.in_memory()
         del sets[:2]
     if check and data.on_bad_image == "error":

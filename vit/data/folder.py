@@ -18,7 +18,7 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     Raises:
         ValueError: A folder is missing; or as for `user_files`.
     """
-    root = Path(data.root).expanduser()
+    root = Path(data.root)
     parts = find_parts(root)
     part = parts[0 if train else -1]
     if not visible_folders(part):

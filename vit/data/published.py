@@ -32,7 +32,7 @@ CIFAR10_SHA256 = (
 
 def read_cifar10(place: str, data: DataConfig, train: bool) -> ImageSet:
     """Read CIFAR-10 where it is unpacked; importing torchvision to do so would take a second."""
-    part, folder = 0 if train else 1, Path(data.root).expanduser() / "cifar-10-batches-py"
+    part, folder = 0 if train else 1, Path(data.root) / "cifar-10-batches-py"
     paths = [folder / name for name in (*CIFAR10_FILES[part], "batches.meta")]
     contents = [path.read_bytes() for path in paths if path.is_file()]
     if hashlib.sha256(b"".join(contents)).hexdigest() != CIFAR10_SHA256[part]:
@@ -73,13 +73,13 @@ def read_torchvision(
         return ImageSet(found[0][0], labels, classes)
     paths = tuple(str(path) for paths, _ in found for path in paths)
     files = ImageFiles(paths, Preprocess.from_config(data), data.workers)
-    folder = str(Path(data.root).expanduser())
+    folder = str(Path(data.root))
     return ImageSet(files, labels, classes, origins=paths, folder=folder)
 
 
 def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -> Any:
     """Make torchvision's data set, unpacking or downloading it if it is missing or damaged."""
-    name, root = data.name, Path(data.root).expanduser()
+    name, root = data.name, Path(data.root)
     with contextlib.suppress(RuntimeError):  # missing or, for some data sets, damaged
         return make(root, **kind)
     problem = "data.download=false, so it was not downloaded"

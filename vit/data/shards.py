@@ -46,7 +46,7 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
         ValueError: There are no shards or test images, a shard is not what it should be, or a label
             is too large; or as for `user_files`.
     """
-    root = Path(data.root).expanduser()
+    root = Path(data.root)
     parts = find_parts(root)
     part = parts[0 if train else -1]
     shards = tar_files(part)
@@ -55,7 +55,7 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
             f"data.root: {part} contains no shards ({content(part)}); data.name=shards needs "
             "train/*.tar and test/*.tar, or *.tar, to be split by data.test_fraction"
         )
-    if len({shard.name.lower().startswith(TRAIN) for shard in shards}) > 1:
+    if part == root and len({shard.name.lower().startswith(TRAIN) for shard in shards}) > 1:
         raise ValueError(
             f"data.root: {part} contains shards of training images and others; move them to "
             f"{part / TRAIN} and {part / 'test'}, so that they are not mixed"

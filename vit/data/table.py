@@ -25,7 +25,7 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
         ValueError: The table is missing or not of this form, a file is missing or listed twice; or
             as for `user_files`.
     """
-    file = Path(data.root).expanduser()
+    file = Path(data.root)
     rows = _read(file)
     labels = {label for label, _ in rows.values()}
     numeric = all(label.isdecimal() for label in labels)

@@ -126,5 +126,5 @@ def _report_end(processes: list[BaseProcess], errors: "SimpleQueue[Exception]") 
             name = signal.Signals(-process.exitcode).name
             raise ValueError(
                 f"train.processes: process {number} was ended by {name}; rerun the command to "
-                "resume, and if memory runs out, use fewer --train.processes"
+                "resume, without --overwrite, and if memory runs out, use fewer --train.processes"
             ) from None

@@ -144,7 +144,8 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         )  # fmt: skip
         yield World(rank(), size)
     except Exception as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+        is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        if not isinstance(error, dist.DistError) and not is_gloo:
             raise
         if "unable to find address" in str(error).lower():
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this host")
@@ -156,7 +157,7 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         if "timed out" in str(error).lower():
             minutes = f"{timeout_minutes:g} minutes"
             text = f"train.timeout_minutes: another process has not answered for {minutes}"
-        raise ConnectionLost(f"{text}; rerun the command to resume") from error
+        raise ConnectionLost(f"{text}; rerun the command to resume, without --overwrite") from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -38,6 +38,7 @@ class Pretrained:
     notes: tuple[str, ...] = ()  # lines that the user should read
     head: tuple[str, ...] = HEAD  # tensors whose shape depends on the number of classes
     config: Config | None = None  # of the run of this project that trained them
+    fingerprint: str = ""  # of the user's files that it used
 
     def adapted(self, classes: tuple[str, ...]) -> tuple[dict[str, Tensor], str]:
         """Leave the head out if a run has other classes, and say what is loaded and what is new."""

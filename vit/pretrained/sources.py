@@ -70,6 +70,7 @@ def _from_own(name: str) -> Pretrained:
         preprocess.std,
         saved.classifier.classes,
         config=saved.config,
+        fingerprint=saved.fingerprint,
     )
 
 

@@ -52,7 +52,7 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
     forward, features = state.model, None
     resizes = schedule.small_fraction > 0 and schedule.small_size != schedule.full_size
     is_linear = isinstance(model.get_classifier(), nn.Linear)
-    teacher = load_teacher(run, training.classes, schedule)
+    teacher = load_teacher(run, training, schedule)
     changes = config.augment.changes_images or resizes
     if state.frozen and is_linear and teacher is None and not changes:
         classifier = Classifier(

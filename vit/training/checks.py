@@ -14,6 +14,7 @@ from torch import nn
 
 from vit.classifier import build_model
 from vit.console import warn
+from vit.data.images import ImageSet
 from vit.data.layout import has_parts
 from vit.data.preprocess import Preprocess
 from vit.model.attention_model import attention_model, size_unit
@@ -34,7 +35,7 @@ def check_config(config: Config) -> None:
     Raises:
         ValueError: The run is inside the data, or the model cannot be built for the images.
     """
-    out, root = Path(config.out).resolve(), Path(config.data.root).expanduser().resolve()
+    out, root = Path(config.out).resolve(), Path(config.data.root).resolve()
     if config.data.name == "folder" and out.is_relative_to(root) and not has_parts(root):
         raise ValueError(
             f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
@@ -57,13 +58,25 @@ def check_config(config: Config) -> None:
         check_attention(model.attention, model.num_heads, tokens, width)
 
 
-def warn_of_seen_images(key: str, name: str, other: Config, own: Config) -> None:
-    """Warn if a trained model, given for a key, may have learned from images a run holds out."""
-    if may_have_seen(other, own):
+def warn_of_seen_images(
+    key: str, name: str, other: Config, files: str, own: Config, training: ImageSet
+) -> None:
+    """Warn if a trained model, given for a key, may have learned from images a run holds out.
+
+    Args:
+        key: The key.
+        name: The model.
+        other: The config with which it was trained.
+        files: The fingerprint of the user's files that it was trained on, "" if there were none.
+        own: The config of the run.
+        training: The training images of the run.
+    """
+    differ = other.data.name == own.data.name and files not in ("", training.fingerprint)
+    if differ or may_have_seen(other, own):
+        split = "another data.val_size, data.test_fraction or train.seed"
         warn(
-            f"{key}: {name} was trained with another data.val_size, data.test_fraction or "
-            "train.seed, and may have seen images that this run holds out, whose accuracy would be "
-            "too high"
+            f"{key}: {name} was trained with {'other files' if differ else split}, and may have "
+            "seen images that this run holds out, whose accuracy would be too high"
         )
 
 

@@ -57,7 +57,7 @@ class OptimConfig:
     schedule: Literal["linear", "cosine"] = "linear"
     warmup: settings.FractionBelow1 = 0.05
     label_smoothing: settings.FractionBelow1 = 0.1
-    teacher: str | None = None
+    teacher: settings.PathName | None = None
     teacher_share: settings.Fraction = 0.5
     clip_grad: settings.Positive | None = None
     ema_decay: settings.Between0And1 | None = None

@@ -105,7 +105,7 @@ def start_run(
         # Not earlier: while it waits for others to start, Python cannot run a handler of signals,
         # but their default action ends it.
         stop_on_signals() as stop,
-        explained(config, stop),
+        explained(config, stop, overwrite),
         contextlib.ExitStack() as stack,
     ):
         run, checkpoint = Run.begin(config, device, precision, world, stop), None
@@ -118,16 +118,16 @@ def start_run(
 
 
 @contextlib.contextmanager
-def explained(config: Config, stop: StopRequest) -> Iterator[None]:
+def explained(config: Config, stop: StopRequest, overwrite: bool) -> Iterator[None]:
     """Turn signals and divergence into exit codes, and a lack of memory into one line."""
     try:
         yield
     except Stopped:
-        saved = checkpoint_steps(Path(config.out))
-        note(
-            f"stopped by {signal.Signals(stop.signal).name}: rerun the command to "
-            + (f"resume after step {saved[-1]:,}" if saved else "start over; nothing was saved")
-        )
+        then = "to start over; nothing was saved"
+        if saved := checkpoint_steps(Path(config.out)):
+            how = "without --overwrite to" if overwrite else "to"
+            then = f"{how} resume after step {saved[-1]:,}"
+        note(f"stopped by {signal.Signals(stop.signal).name}: rerun the command {then}")
         raise SystemExit(128 + stop.signal) from None
     except Diverged as error:  # in all processes, with the same numbers
         note(f"error: {error}")
@@ -138,7 +138,8 @@ def explained(config: Config, stop: StopRequest) -> Iterator[None]:
         raise ValueError(
             f"train.batch_size: out of memory with {config.train.batch_size} images per step "
             f"and train.accumulate={config.train.accumulate}; lower --train.batch_size, or "
-            "raise --train.accumulate to compute each batch in smaller parts"
+            "raise --train.accumulate to compute each batch in smaller parts; --data.memory_gb 0 "
+            "leaves images in their files"
         ) from None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.settings import by, shorten
@@ -35,7 +36,7 @@ class Teacher:
         return targets.lerp(probabilities, self.fraction)
 
 
-def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teacher | None:
+def load_teacher(run: Run, training: ImageSet, schedule: Schedule) -> Teacher | None:
     """Load the teacher of a run, if it has one.
 
     Raises:
@@ -48,10 +49,11 @@ def load_teacher(run: Run, classes: tuple[str, ...], schedule: Schedule) -> Teac
         saved = load_model(name, "cpu")
         if saved.run.resolve() == run.folder.resolve():
             raise ValueError(f"{name} is the run itself; train in another folder with --out")
-        _check(saved.classifier, name, classes, run.preprocess, schedule.image_size(0))
+        _check(saved.classifier, name, training.classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    warn_of_seen_images("optim.teacher", name, saved.config, run.config)
+    other = saved.config, saved.fingerprint
+    warn_of_seen_images("optim.teacher", name, *other, run.config, training)
     model = saved.classifier.model.to(run.device)
     teacher = replace(saved.classifier, model=model, device=run.device, precision=run.precision)
     return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))

@@ -99,6 +99,7 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
             run.preprocess.stored() if config.augment.crop == "resized" else None,
             check=world.main and checkpoint is None,  # once a run
             shared=shared,
+            device=run.device,
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
@@ -176,6 +177,11 @@ def finish_run(
     """Evaluate the finished model on the test images, and write the report and the model file."""
     config, folder = run.config, run.folder
     test = load_test_images(dataclasses.replace(config.data, download=False), classifier.preprocess)
+    if test.classes != classifier.classes or (test.split and test.fingerprint != fingerprint):
+        raise ValueError(
+            f"data.root: files in {config.data.root} were added, deleted or renamed during "
+            "training, so test images may have been trained on; restore them and rerun the command"
+        )
     result: dict[str, Any] = resolve_name(f"vit.{REPORT}")(
         classifier, test, folder / EVAL_FOLDER, step=state.step
     )
