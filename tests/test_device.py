@@ -7,6 +7,7 @@ them. So runs end with the same weights, and a tensor in the wrong place is foun
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,8 +95,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delitem(OPTIMIZERS["muon"].arguments, "fused")
     for module in ("vit.training.start", "vit.model_file"):
         monkeypatch.setattr(f"{module}.choose_device", lambda _: DEVICE)
-    for module in ("vit.training.messages", "vit.model_file"):
-        monkeypatch.setattr(f"{module}.describe", str)
+    real = torch.get_device_module
+    module = SimpleNamespace(get_device_name=str, mem_get_info=lambda _: (10**9, 10**9))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda kind=None: module if kind == DEVICE else real(kind)
+    )
     swap(True)  # else parameters stay what they are, and only share their memory
     try:
         with PretendedDevice():
