@@ -1,7 +1,8 @@
-"""Whole runs on a device beside the CPU, which is pretended: tensors are where they are used.
+"""A whole run on a pretended device: every tensor is where it is used.
 
-Its tensors cannot be combined with tensors on the CPU, as those of a GPU, but the CPU computes with
-them. So runs end with the same weights, and a tensor in the wrong place is found without a GPU.
+Like a GPU's, the tensors of the device cannot be combined with tensors on the CPU; unlike a GPU's,
+the CPU computes them. So the run ends with the weights of a run on the CPU, and a tensor in the
+wrong place is found without a GPU.
 """
 
 import contextlib

@@ -94,6 +94,18 @@ def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
     os.waitpid(child, 0)
 
 
+def test_an_error_about_a_folder_is_not_one_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    met = iter([(torch.distributed.HashStore(), 0, 2)])
+    monkeypatch.setattr("vit.distributed.world.rendezvous", lambda *_, **__: met)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    with (
+        pytest.raises(ValueError, match=r"^data\.root: igloo/1\.jpg"),  # which contains "gloo"
+        join_world(CPU, timeout_minutes=1),
+    ):
+        raise ValueError("data.root: igloo/1.jpg cannot be read")
+
+
 def test_an_interface_that_is_down_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

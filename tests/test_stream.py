@@ -229,6 +229,8 @@ def test_unreadable_files_are_left_out_alike(
     assert one == other and one.startswith("skipped ")
     second = load_training(folder(intact, on_bad_image="skip"), 0, shared=shared)
     assert sum(map(len, kept)) < 48
+    assert isinstance(second[0].images, torch.Tensor)  # in memory, as in the first process
+    assert isinstance(streamed[0].images, ImageFiles)
     for left, *others in zip(kept, streamed, second, strict=True):
         for right in others:
             assert torch.equal(left.labels, right.labels)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
+from vit.distributed.stop import Stopped, StopRequest
 from vit.model import embed
 from vit.reporting.config import ReportConfig
 from vit.reporting.report import evaluate_run
@@ -43,6 +45,7 @@ from vit.run.tracker import milestones
 from vit.training import train as trainer
 from vit.training.build import TIMED_STEPS, WARMUP_STEPS
 from vit.training.config import from_dict
+from vit.training.start import explained
 from vit.training.train import train
 
 pytestmark = pytest.mark.slow
@@ -248,6 +251,16 @@ def test_unfinished_run_whose_images_are_others_now_is_refused(unended: Path) ->
         with pytest.raises(ValueError, match=r"data\.root: .* does not contain .*unended was "):
             train(small(unended))
         assert stamps(unended) == before
+
+
+@pytest.mark.parametrize(("overwrite", "how"), [(False, ""), (True, " without --overwrite")])
+def test_a_stopped_run_says_how_to_go_on(overwrite, how, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vit.training.start.checkpoint_steps", lambda _: [5])
+    stop = StopRequest()
+    stop.signal = signal.SIGINT
+    with pytest.raises(SystemExit), explained(small(tmp_path), stop, overwrite):
+        raise Stopped
+    assert f"SIGINT: rerun the command{how} to resume after step 5" in capsys.readouterr().err
 
 
 def test_what_torch_is_asked_and_how_its_errors_are_explained(
