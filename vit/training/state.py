@@ -212,8 +212,9 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
         if run.world.main:
             say(account)
         if source.config is not None and source.classes == training.classes:
-            other = source.config, source.fingerprint
-            warn_of_seen_images("model.pretrained", source.name, *other, config, training)
+            warn_of_seen_images(
+                "model.pretrained", source.name, source.config, source.fingerprint, config, training
+            )
     elif config.train.whiten and checkpoint is None:  # pretrained weights bring their own kernels
         first = torch.arange(min(WHITENING_IMAGES, len(training)))
         sample = training.select(first).pixels().cpu()

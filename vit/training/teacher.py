@@ -52,8 +52,9 @@ def load_teacher(run: Run, training: ImageSet, schedule: Schedule) -> Teacher | 
         _check(saved.classifier, name, training.classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    other = saved.config, saved.fingerprint
-    warn_of_seen_images("optim.teacher", name, *other, run.config, training)
+    warn_of_seen_images(
+        "optim.teacher", name, saved.config, saved.fingerprint, run.config, training
+    )
     model = saved.classifier.model.to(run.device)
     teacher = replace(saved.classifier, model=model, device=run.device, precision=run.precision)
     return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))
