@@ -1,17 +1,38 @@
-"""Atomic writes, CSV files, and files sealed with a checksum.
+"""Writing files, completely or not at all and never through a link, and checking sealed ones.
 
 A crash of the process or the machine at any moment leaves either the old file or the new one. A
-sealed file ends with the SHA-256 of its content, so that a single changed bit is detected.
+folder may come from somebody else, and archives keep links: a file is written under a random name,
+where nobody can have put one, and then takes its place, even that of a link. A sealed file ends
+with the SHA-256 of its content, so that a single changed bit is detected.
 """
 
 import contextlib
 import csv
 import hashlib
 import io
+import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image
+
+
+def inside(base: Path, *names: str) -> Path:
+    """Return a folder inside another one, for writing into it.
+
+    Raises:
+        ValueError: One of the folders below `base` is a link, which may lead anywhere.
+    """
+    folder = base
+    for name in names:
+        folder /= name
+        if folder.is_symlink():
+            raise ValueError(f"out: {folder} is a link; delete it, or use another --out")
+    return folder
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -27,9 +48,9 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: The file could not be written; no part of it is left behind.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -38,6 +59,17 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file."""
+    write_atomically(path, json.dumps(content, indent=1).encode())
+
+
+def write_picture(path: Path, pixels: np.ndarray) -> None:
+    """Write a picture, (height, width, 3) uint8, as a PNG file."""
+    with open_atomically(path) as file:
+        Image.fromarray(pixels).save(file, "png")
 
 
 def write_table(path: Path, rows: Iterable[dict[str, Any]]) -> int:

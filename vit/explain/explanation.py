@@ -14,6 +14,8 @@ from torch import Tensor
 from vit.explain.canvas import Panel, fit, join, overlay, resize, table
 from vit.explain.colours import as_rgb, bar_of, colour_map
 from vit.explain.maps import map_title
+from vit.files import open_atomically
+from vit.settings import require
 
 ZOOM = 2  # pixels of a sheet to one pixel of all lengths below, so that it can be printed
 PANEL = 220  # the longer side of a map
@@ -135,7 +137,11 @@ class Explanation:
 
     def save(self, path: str | Path) -> None:
         """Write the sheet to a file; its suffix chooses the format, e.g. .png or .pdf."""
-        self.sheet().save(path, dpi=(200, 200))
+        formats = Image.registered_extensions()
+        suffix = Path(path).suffix.lower()
+        require(suffix in formats, "path", path, "a picture, such as sheet.png")
+        with open_atomically(Path(path)) as file:
+            self.sheet().save(file, formats[suffix], dpi=(200, 200))
 
     def show(self) -> None:
         """Open the sheet in an image viewer."""

@@ -1,13 +1,11 @@
 """Attention of test images: sheets, maps and an index."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
@@ -18,7 +16,7 @@ from vit.data.sampling import balanced_subset
 from vit.explain.figures import attention_picture, captions_of, features_picture
 from vit.explain.maps import MAP_KINDS, readout_of
 from vit.explain.rollout import check_rollout_options
-from vit.files import write_atomically
+from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
@@ -34,7 +32,7 @@ from vit.run.folder import (
     INDEX_FILE,
     TABLE_FILE,
 )
-from vit.run.tracker import picture_tag
+from vit.run.tracker import event_writer, picture_tag
 from vit.tensorboard_plugin.summary import add_frames, add_record
 
 LIVE_MB = 100  # for the model, which the Attention tab can run
@@ -56,7 +54,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options.data.root)
     indices = _choose_indices(test, options)
-    folder = results_folder(saved, options.out) / ATTENTION_FOLDER
+    folder = results_folder(saved, options.out, ATTENTION_FOLDER)
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)
@@ -74,7 +72,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
         content = {
             "model": str(saved.path), "images": count, "rollout": rollout, "maps": table
         }  # fmt: skip
-        write_atomically(folder / TABLE_FILE, json.dumps(content, indent=1).encode())
+        write_json(folder / TABLE_FILE, content)
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
 
 
@@ -82,7 +80,7 @@ def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
     """Log the test images that `explain_run` chooses by default; errors as there."""
     test = load_test(saved, root)
     indices = _choose_indices(test, MapsConfig())
-    with SummaryWriter(str(folder)) as writer:
+    with event_writer(folder) as writer:
         _write_records(writer, saved, test, indices, None, {})
 
 
@@ -158,9 +156,9 @@ def _write_maps(
         ],
     }
     # Written first, because it marks the folder as one that the next call may empty.
-    (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
+    write_json(folder / INDEX_FILE, content)
     captions = captions_of(logits, chosen.labels, classes)
-    with SummaryWriter(str(folder)) as writer:
+    with event_writer(folder) as writer:
         _write_records(writer, saved, test, indices, target, rollout)
         for row, name in enumerate(names):
             sheet = attention_picture(
@@ -171,11 +169,12 @@ def _write_maps(
                 chosen.name(row),
                 **rollout,
             )
-            Image.fromarray(sheet).save(folder / f"{name}.png")
+            write_picture(folder / f"{name}.png", sheet)
             tag = picture_tag(f"attention/{name}")
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")
     for kind, values in maps.items():
-        np.save(folder / f"{kind}.npy", values.cpu().numpy())
+        with open_atomically(folder / f"{kind}.npy") as file:
+            np.save(file, values.cpu().numpy())
 
 
 def _names(indices: Tensor) -> list[str]:
@@ -207,6 +206,6 @@ def _write_records(
             grid = record.details.grid
     if features and len(features) == len(indices):
         sheet = features_picture(images.pixels(), torch.stack(features), grid)
-        Image.fromarray(sheet).save(Path(writer.log_dir) / FEATURES_FILE)
+        write_picture(Path(writer.log_dir) / FEATURES_FILE, sheet)
     if saved.config.track.live_mb:
         add_live(writer, classifier, images.pixels(), saved.step, LIVE_MB)

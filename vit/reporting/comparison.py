@@ -4,7 +4,6 @@ Shapes: N test images.
 """
 
 import dataclasses
-import json
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from vit.classifier import Classifier
 from vit.console import printable
 from vit.data.images import ImageSet
 from vit.evaluation import average, evaluate, intervals, mcnemar
+from vit.files import write_atomically, write_json
 from vit.hardware import describe
 from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
@@ -43,7 +43,7 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     if len({*names}) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names, start=1)]
     name = f"compare_{'_'.join(names[1:])}"[:60]  # file systems allow 255 bytes
-    folder = results_folder(first, options.out) / name
+    folder = results_folder(first, options.out, name)
     folder.mkdir(parents=True, exist_ok=True)
     print("\n".join(saved.describe() for saved in models), flush=True)
     rows: list[dict[str, Any]] = []
@@ -73,8 +73,8 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         content["corruptions"], table = corrupted
         print(f"\n{table}")
         text += f"\n\n{table}"
-    (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
-    (folder / "comparison.json").write_text(json.dumps(content, indent=1))
+    write_atomically(folder / "comparison.md", f"{text}\n".encode())
+    write_json(folder / "comparison.json", content)
     print(f"\nwrote comparison.md and comparison.json to {folder}/")
 
 

@@ -10,7 +10,7 @@ import torch
 from vit.classifier import Classifier
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
-from vit.files import write_atomically
+from vit.files import inside, write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
@@ -40,8 +40,8 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     for name in FORMATS.keys() & options.formats:
         require_packages(f"export: {name}", FORMATS[name].packages, "export")
     saved = load_model(run, "cpu", "float32")
-    folder = results_folder(saved, options.out, EXPORT_FOLDER)
-    targets = {name: folder / EXPORTS[name] for name in dict.fromkeys(options.formats)}
+    folder = results_folder(saved, options.out, name=EXPORT_FOLDER)
+    targets = {name: inside(folder, EXPORTS[name]) for name in dict.fromkeys(options.formats)}
     print(saved.describe(), flush=True)
     if "html" in targets:
         export_page(saved, targets["html"], options)
@@ -55,7 +55,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
         for name in formats:
             draft = Path(drafts) / EXPORTS[name]
             print(_export(saved, name, draft))
-            _reader_of(draft).write_bytes(program)
+            write_atomically(_reader_of(draft), program)
         # preprocess.py comes first: it marks what the next call may replace.
         for file in sorted(filter(Path.is_file, Path(drafts).rglob("*")), reverse=True):
             place = folder / file.relative_to(drafts)

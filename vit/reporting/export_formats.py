@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
+from vit.files import write_atomically, write_json
 from vit.model import attention
 from vit.model.config import TIMM, ModelConfig
 from vit.model.fused_kernel import is_released
@@ -135,8 +136,8 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
         },
     }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(content, indent=1))
-    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    write_json(folder / "config.json", content)
+    write_atomically(folder / "model.safetensors", safetensors.torch.save(weights))
 
 
 def load_timm(folder: Path) -> Runner:

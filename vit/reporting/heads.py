@@ -1,11 +1,9 @@
 """Heads that matter: what a model loses on held-out images when its heads are muted."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,7 +22,7 @@ from vit.explain.importance import (
     true_class,
 )
 from vit.explain.interventions import gates_of, with_gates
-from vit.files import write_atomically
+from vit.files import write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
 from vit.reporting.config import HeadsConfig
@@ -52,8 +50,8 @@ def measure_run(run: str, options: HeadsConfig) -> None:
     table = {part: [asdict(effect) for effect in effects] for part, effects in found.items()}
     content = {"model": str(saved.path), "images": len(images), **table}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / HEADS_FILE, json.dumps(content, indent=1).encode())
-    Image.fromarray(draw_heads(found["heads"])).save(folder / HEADS_PICTURE)
+    write_json(folder / HEADS_FILE, content)
+    write_picture(folder / HEADS_PICTURE, draw_heads(found["heads"]))
     print(f"\n{as_table(found)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {folder}/")
 
 

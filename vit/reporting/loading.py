@@ -10,6 +10,7 @@ from pathlib import Path
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
+from vit.files import inside
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
@@ -22,9 +23,15 @@ def load_run(run: str, options: EvalConfig, flip: bool = False) -> SavedModel:
     return dataclasses.replace(saved, classifier=classifier)
 
 
-def results_folder(saved: SavedModel, out: str | None, name: str = EVAL_FOLDER) -> Path:
-    """Return the folder for results: out, or the one of that name; ValueError if it is a file."""
-    folder = Path(out) if out else saved.run / name
+def results_folder(
+    saved: SavedModel, out: str | None, *names: str, name: str = EVAL_FOLDER
+) -> Path:
+    """Return the folder for results: out, or that of the run, and perhaps a folder in it.
+
+    Raises:
+        ValueError: It is a file, or a link inside the run or `out`, see `vit.files.inside`.
+    """
+    folder = inside(Path(out), *names) if out else inside(saved.run, name, *names)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out: {existing} is a file; --out takes a folder")

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from vit.files import write_atomically, write_json
 from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
@@ -71,8 +72,8 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
     }
     folder.mkdir(parents=True)
     save_model(folder / MODEL_FILE, classifier, config, saved.step, saved.fingerprint)
-    (folder / "config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    (folder / "README.md").write_text(model_card(saved), encoding="utf-8")
+    write_json(folder / "config.json", content)
+    write_atomically(folder / "README.md", model_card(saved).encode())
     print(f"wrote {folder}; upload it with: hf upload OWNER/{saved.name} {folder}")
 
 

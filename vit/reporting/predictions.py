@@ -25,7 +25,7 @@ from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import make_sets, set_columns
 from vit.reporting.config import PhotoConfig, PredictConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE, PHOTOS_FOLDER, SHEET_SUFFIX
+from vit.run.folder import PHOTOS_FILE, PHOTOS_FOLDER, SHEET_SUFFIX
 
 TOP = 5  # classes per row
 COLUMNS = "file,class,probability,class_1,"  # the first of a table
@@ -48,7 +48,7 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     """
     paths = find_photos(options.photos, "predict")
     saved = load_run(run, options, options.flip)
-    table = Path(options.out) if options.out else saved.run / EVAL_FOLDER / PHOTOS_FILE
+    table = Path(options.out or results_folder(saved, None) / PHOTOS_FILE)
     results_folder(saved, str(table.parent))  # raises where it is a file
     _require_own_table(table)
     print(saved.describe(), flush=True)
@@ -136,7 +136,7 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
     kinds = tuple(dict.fromkeys(options.kinds)) or PHOTO_KINDS
     if options.target is not None:
         classifier.class_index(options.target)  # raises before a folder is created
-    folder = results_folder(saved, options.out) / PHOTOS_FOLDER
+    folder = results_folder(saved, options.out, PHOTOS_FOLDER)
     width = max(20, *(len(name) + 1 for name in classifier.classes))
     count = 0
     for path in paths:

@@ -1,15 +1,12 @@
 """The report on the test images: metrics and figures. Training ends with the same report."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
@@ -17,7 +14,7 @@ from vit.evaluation import evaluate, intervals
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
-from vit.files import write_atomically, write_table
+from vit.files import write_json, write_picture, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import (
     calibration_table,
@@ -41,7 +38,7 @@ from vit.reporting.predictions import TOP, columns_of
 from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
-from vit.run.tracker import picture_tag
+from vit.run.tracker import event_writer, picture_tag
 from vit.seeding import generator
 
 MISTAKES = 16  # images in the gallery
@@ -149,13 +146,13 @@ def _write(
 ) -> None:
     """Write a report, and log and draw what it consists of."""
     # Before the figures, so that a folder with a part of a report is recognized as one.
-    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
-    with SummaryWriter(str(folder)) as writer:
+    write_json(folder / REPORT_FILE, result)
+    with event_writer(folder) as writer:
         for key, value in scalars.items():
             writer.add_scalar(f"test/{key}", value, step)
         for name, pixels in pictures.items():
             writer.add_image(picture_tag(f"test/{name}"), pixels, step, dataformats="HWC")
-            Image.fromarray(pixels).save(folder / f"{name}.png")
+            write_picture(folder / f"{name}.png", pixels)
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -46,6 +47,11 @@ def milestones(total_steps: int, count: int) -> list[int]:
     return sorted({round(total_steps * (n / (count - 1)) ** 2) for n in range(count)})
 
 
+def event_writer(folder: Path, **how: Any) -> SummaryWriter:
+    """Open an event file in a folder, under a name where nobody can have put a link."""
+    return SummaryWriter(str(folder), filename_suffix=f".{secrets.token_hex(8)}", **how)
+
+
 class Tracker:
     """Logs scalars, pictures, text and other summaries of one run.
 
@@ -56,18 +62,16 @@ class Tracker:
 
     def __init__(self, run: Path, step: int = 0) -> None:
         path = run / METRICS_FILE
-        if path.exists():
-            lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-            write_atomically(path, b"".join(kept))
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+        write_atomically(path, b"".join(kept))  # also so that the file is no link
         self._metrics = path.open("ab", buffering=0)
         self._pending = b""  # lines not yet in the file
         self._run = run
         # A new run says where it starts, too: TensorBoard takes the first start that it reads for
         # the beginning of the run, and drops later points only at the second.
-        self._writer: SummaryWriter | None = SummaryWriter(
-            str(run), purge_step=step + 1 if step else 0
-        )
+        purge_step = step + 1 if step else 0
+        self._writer: SummaryWriter | None = event_writer(run, purge_step=purge_step)
 
     def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
         """Log numbers by tag.
@@ -128,7 +132,7 @@ class Tracker:
         """
         if self._writer is None:
             with contextlib.suppress(OSError):  # the disk is still full
-                self._writer = SummaryWriter(str(self._run))
+                self._writer = event_writer(self._run)
         self._show(lambda writer: writer.flush())
         while self._pending:
             self._pending = self._pending[self._metrics.write(self._pending) :]
