@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -196,6 +197,8 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
     for key, value in settings.items():
         ours = getattr(config, key)
         agree = ours in (value, getattr(defaults, key))
+        if key == "attention":  # of which a file may now be in another folder
+            agree |= Path(ours).name == Path(value).name
         if key == "patch_size" and settings["stem"] == "linear":
             agree = True
         elif key == "init_values" and ours is not None:  # the weights replace the value
@@ -205,5 +208,7 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
                 f"model.{key}: {json.dumps(ours)} is not allowed; {name} has {json.dumps(value)}; "
                 "leave the key out to use that, or train without model.pretrained"
             )
-    patch_size = config.patch_size or settings["patch_size"]
-    return dataclasses.replace(config, **{**settings, "patch_size": patch_size})
+    kept = {"patch_size": config.patch_size or settings["patch_size"]}
+    if config.attention != defaults.attention:
+        kept["attention"] = config.attention
+    return dataclasses.replace(config, **{**settings, **kept})

@@ -20,7 +20,7 @@ from vit.data.preprocess import Preprocess
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
-from vit.model.variants import check_attention, load_attention
+from vit.model.variants import check_attention
 from vit.registry import OPTIMIZERS
 from vit.settings import by, check, require, shorten
 from vit.training.config import Config
@@ -30,7 +30,7 @@ CLASSES = 10  # any number does
 
 
 def check_config(config: Config) -> None:
-    """Check what needs neither data nor run folder; a chosen attention is loaded.
+    """Check what needs neither data nor run folder.
 
     Raises:
         ValueError: The run is inside the data, or the model cannot be built for the images.
@@ -52,7 +52,6 @@ def check_config(config: Config) -> None:
     except ValueError as error:
         raise ValueError(f"model.{error}") from None
     if model.attention != "dot":
-        load_attention(model.attention)
         tokens = built.num_prefix_tokens + built.patch_embed.num_patches
         width = model.head_dim or model.embed_dim // model.num_heads
         check_attention(model.attention, model.num_heads, tokens, width)

@@ -21,6 +21,7 @@ from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
 from vit.evaluation import Evaluator, Setup, evaluate
+from vit.model.variants import load_attention
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
 from vit.registry import EVALUATORS, REPORT
@@ -64,6 +65,9 @@ def train(
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         overwrite = False  # what is there now is this run, from before torchrun's restart
+    # Executes a file if the caller names one. What is stored in a run or a model file is only
+    # looked up among the variants that were loaded.
+    load_attention(config.model.attention)
     config, source = resolve_pretrained(config, overwrite)
     check_config(config)
     with start_run(config, source, overwrite, allow_changes) as run:
