@@ -337,7 +337,7 @@ ODD_FILES = [
     (b"", "key: value"),
     (b"\0", "#x0000"),
     (b"model:\n\tdepth: 3", "line 2"),
-    (b"model: &a {depth: *a}", "recursive node"),
+    (b"model: &a {depth: *a}", "aliases"),
     (b"? [1, 2]\n: 3", "a key must be text, and given once"),
     (b"out: !!python/object/apply:os.system ['true']", "out: a list is not allowed"),
     (b"model: {depth: 3, depth: 4}", "given once"),

@@ -161,7 +161,7 @@ def test_graphs_take_any_batch_and_say_what_they_are(exported):
     module = torch.export.load(exported / "export/model.pt2", extra_files=about).module()
     assert session.get_modelmeta().custom_metadata_map == about
     assert json.loads(about["classes"]) == list(CLASSES)
-    assert Preprocess.from_dict(json.loads(about["preprocess"])) == RGB
+    assert Preprocess(**json.loads(about["preprocess"])) == RGB
     assert "(batch, 3, 32, 32), normalized: (pixels / 255 - mean) / std" in about["input"]
     for file in (exported / "export").iterdir():  # no paths of the machine that exported it
         assert b"/vit/model/" not in file.read_bytes()

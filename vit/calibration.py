@@ -4,19 +4,24 @@ Shapes: N images, C classes.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from vit.seeding import generator
+from vit.settings import CHECKED, Positive, one_line, require
 
 HOTTEST = 100.0  # largest temperature; 1 / HOTTEST is the smallest
 LEVELS = 1000  # quantiles are stored for coverages of 1/1000, 2/1000 and so on
 PENALTY, FREE_RANKS = 0.01, 5  # of RAPS: each class after the fifth scores 0.01 more than the last
 
 
-@dataclass(frozen=True)
+@one_line
+@dataclass(frozen=True, config=CHECKED)
 class Calibration:
     """What is measured on held-out images at the end of training, and stored in the model file.
 
@@ -28,10 +33,14 @@ class Calibration:
         energies: The energy of held-out images, see `energy`, ascending: of all, or 1000 quantiles.
     """
 
-    images: int
-    temperature: float
+    images: Annotated[int, Field(ge=1)]
+    temperature: Positive
     quantiles: dict[str, list[float]] = field(hash=False)
     energies: list[float] = field(default_factory=list, hash=False)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.quantiles.get(kind, ())) for kind in ("lac", "raps")}
+        require(len(lengths) == 1, "quantiles", self.quantiles, "lists of lac and raps, as long")
 
     @classmethod
     def fit(cls, logits: Tensor, labels: Tensor) -> "Calibration":
@@ -76,7 +85,7 @@ class Calibration:
         Raises:
             ValueError: There were too few held-out images for this coverage.
         """
-        level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles["lac"])
+        level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles.get("lac", ()))
         if level > most:
             raise ValueError(
                 f"coverage: {coverage} is not allowed; it must be at most {most / LEVELS} for a "

@@ -23,9 +23,9 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from vit.console import is_out_of_memory, printable, program, rank
-from vit.recipes import compose, read_config, read_yaml
+from vit.recipes import compose, read_config
 from vit.reporting.config import COMMANDS
-from vit.settings import ImageSize, keys, shorten, suggest, unknown
+from vit.settings import ImageSize, keys, read_yaml, shorten, suggest, unknown
 from vit.training.config import Config, to_dict
 
 # Errors of torch that a user can fix, by their words, and how.

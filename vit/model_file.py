@@ -4,8 +4,12 @@ A model file is written completely or not at all and carries the SHA-256 of its 
 it is ever executed.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,6 +17,9 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
@@ -27,18 +34,32 @@ from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
     FOREIGN,
+    Checkpoint,
     checkpoint_paths,
     read_checkpoint,
 )
 from vit.run.folder import MODEL_FILE
-from vit.settings import suggest
-from vit.training.config import Config, from_dict, to_dict
+from vit.settings import ClassNames, Steps, Text, group, parse, suggest
+from vit.training.config import Config, StoredConfig
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
 METADATA_KEY = "vit"  # in the file's metadata: config, preprocessing, classes and step as JSON
 DIGEST_KEY = "sha256"  # in the file's metadata: of the whole file, with zeros for the digest itself
 BLANK = "0" * 64
 MODEL_SUFFIX = ".safetensors"
+
+
+@group("")
+class ModelMetadata:
+    """What a model file says besides its weights; later versions added the fields with defaults."""
+
+    config: StoredConfig
+    classes: ClassNames
+    step: Steps
+    preprocess: Preprocess | None = None
+    fingerprint: Text = ""
+    attention_code: Text = ""
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,7 @@ class SavedModel:
         """The folder of the run, or the one in which results about the model belong."""
         if self.home:
             return self.home
-        folder = self.path.resolve().parent
+        folder = Path(os.path.abspath(self.path)).parent  # noqa: PTH100 - not where links lead
         if folder == BUNDLED:  # nothing is written into the package
             return Path("runs/included") / self.path.stem
         return folder.parent if folder.name == CHECKPOINT_FOLDER else folder
@@ -112,38 +133,71 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
     if str(name).startswith(HUB):
         home = Path("runs") / str(name).removeprefix(HUB).replace("/", "-")
         name = download(str(name))
+    about: ModelMetadata | Checkpoint
+    weights: Mapping[str, Tensor]
+    total_steps, calibration, code = None, None, None
     if folder := transformers_folder(Path(name)):
         path = folder / MODEL_FILE
-        state = resolve_name("vit.pretrained.transformers:read_classifier")(folder)
+        about, weights = resolve_name("vit.pretrained.transformers:read_classifier")(folder)
+    elif (path := _find_model(Path(name))).suffix == MODEL_SUFFIX:
+        about, weights = _read_model(path)
+        code, calibration = about.attention_code, about.calibration
     else:
-        path = _find_model(Path(name))
-        is_model = path.suffix == MODEL_SUFFIX
-        state = _read_model(path) if is_model else vars(read_checkpoint(path))
-    where = choose_device(device)
-    config, classes = from_dict(state["config"]), tuple(state["classes"])
-    stored = state.get("preprocess")  # not in files of version 0.1
-    preprocess = Preprocess.from_dict(stored) if stored else Preprocess.from_config(config.data)
-    model = build_model(config.model, preprocess, len(classes))
-    code = state.get("attention_code") or state.get("environment", {}).get("attention_code")
+        about = read_checkpoint(path)
+        weights, total_steps = about.ema or about.model, about.total_steps
+        code = about.environment.get("attention_code")
+    where, config, classes = choose_device(device), about.config, about.classes
+    preprocess = about.preprocess or Preprocess.from_config(config.data)
+    model = _build(config.model, preprocess, len(classes), weights, path)
     if code and code != attention_code(config.model):
         warn(
             f"{path}: the code of {config.model.attention} attention has changed since this model "
             "was trained, so its predictions are those of another function"
         )
-    try:
-        model.load_state_dict(state.get("ema") or state["model"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
-    calibration = state.get("calibration")  # not in checkpoints and old files
     classifier = Classifier(
         model.to(where).eval(), preprocess, classes, where, choose_precision(precision, where),
-        calibration=Calibration(**calibration) if calibration else None,
+        calibration=calibration,
     )  # fmt: skip
-    return SavedModel(
-        classifier, config, state["step"], state.get("total_steps"), path,
-        state.get("fingerprint", ""), home,
-    )  # fmt: skip
+    return SavedModel(classifier, config, about.step, total_steps, path, about.fingerprint, home)
+
+
+def _build(
+    config: ModelConfig,
+    preprocess: Preprocess,
+    num_classes: int,
+    weights: Mapping[str, Tensor],
+    path: Path,
+) -> nn.Module:
+    """Build a model with weights; it takes memory and time only if they fit its config."""
+    try:
+        with _at_most(len(weights)):
+            claimed = build_model(config, preprocess, num_classes)
+        claimed.load_state_dict(weights, assign=True)
+        model = build_model(config, preprocess, num_classes)
+        model.load_state_dict(weights)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
+    return model
+
+
+@contextlib.contextmanager
+def _at_most(count: int) -> Iterator[None]:
+    """Build modules without memory, up to ten times `count` parameters, as some are replaced."""
+    left, builder = 10 * count + 100, threading.get_ident()
+
+    def register(*_: Any) -> None:
+        nonlocal left
+        left -= threading.get_ident() == builder
+        if left < 0:
+            raise RuntimeError(f"it claims many more layers than {count} tensors are of")
+
+    hook = register_module_parameter_registration_hook(register)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        hook.remove()
 
 
 def _find_model(path: Path) -> Path:
@@ -194,11 +248,11 @@ def transformers_folder(path: Path) -> Path | None:
     """Return the folder of a model that transformers saved, given the folder or its weights."""
     folder = path.parent if path.suffix == MODEL_SUFFIX else path
     try:
-        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        about = parse(dict[str, Any], (folder / "config.json").read_bytes(), folder)
     except (OSError, ValueError):
         return None
     is_other = path.is_file() and is_own_file(path)
-    return folder if isinstance(about, dict) and "model_type" in about and not is_other else None
+    return folder if "model_type" in about and not is_other else None
 
 
 def save_model(
@@ -209,16 +263,16 @@ def save_model(
         name: tensor.detach().cpu().contiguous()
         for name, tensor in classifier.model.state_dict().items()
     }
-    about = {
-        "config": to_dict(config),
-        "preprocess": classifier.preprocess.to_dict(),
-        "classes": classifier.classes,
-        "step": step,
-        "fingerprint": fingerprint,
-        "attention_code": attention_code(config.model),
-        "calibration": classifier.calibration and asdict(classifier.calibration),
-    }
-    metadata = {METADATA_KEY: json.dumps(about), DIGEST_KEY: BLANK}
+    about = ModelMetadata(
+        config=config,
+        preprocess=classifier.preprocess,
+        classes=classifier.classes,
+        step=step,
+        fingerprint=fingerprint,
+        attention_code=attention_code(config.model),
+        calibration=classifier.calibration,
+    )
+    metadata = {METADATA_KEY: json.dumps(asdict(about)), DIGEST_KEY: BLANK}
     data = safetensors.torch.save(tensors, metadata)
     digest = hashlib.sha256(data).hexdigest()
     write_atomically(path, data.replace(BLANK.encode(), digest.encode(), 1))
@@ -234,7 +288,7 @@ def _metadata(path: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def _read_model(path: Path) -> dict[str, Any]:
+def _read_model(path: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
     try:
         metadata, data = _metadata(path), path.read_bytes()
         tensors = safetensors.torch.load(data)
@@ -248,4 +302,4 @@ def _read_model(path: Path) -> dict[str, Any]:
     blanked = data.replace(digest.encode(), BLANK.encode(), 1) if digest else data
     if hashlib.sha256(blanked).hexdigest() != digest:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
-    return {"model": tensors, **json.loads(metadata[METADATA_KEY])}
+    return parse(ModelMetadata, metadata.get(METADATA_KEY, ""), path), tensors

@@ -1,4 +1,4 @@
-"""Configs as YAML files: found by path or by the name of a recipe, and read as text.
+"""Configs as YAML files: found by path or by the name of a recipe, and composed.
 
 What the text means is decided by the annotations of the configs, as for flags.
 """
@@ -8,47 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
-from vit.settings import require, shorten, suggest
+from vit.settings import read_yaml, require, shorten, suggest
 from vit.training.config import Config, TrainConfig, translated
 
-NULL = ("", "~", "null")  # unless quoted
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
 _CODE = Path(__file__).resolve().parent
 # Next to the code where the package is installed, beside it in a checkout.
 RECIPES = _CODE / "configs" if (_CODE / "configs").is_dir() else _CODE.parent / "configs"
-
-
-class _TextLoader(yaml.BaseLoader):
-    """Reads every value as text, whatever its tag, and null as None; refuses repeated keys."""
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        is_null = isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL
-        return None if is_null else super().construct_object(node, deep)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value in names:
-                problem = "a key must be text, and given once"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            names.add(key.value)
-        return {key.value: self.construct_object(value, deep) for key, value in node.value}
-
-
-def read_yaml(text: bytes | str, source: str) -> Any:
-    """Read YAML as nested lists and dictionaries of text; source is for messages.
-
-    Raises:
-        ValueError: It is not YAML.
-    """
-    try:
-        return yaml.load(text, Loader=_TextLoader)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{source} is not YAML: {shorten(error, 200)}") from None
 
 
 def recipes() -> list[str]:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that check their values, with errors of one line.
+"""Frozen dataclasses that check their values, and what files contain, with errors of one line.
 
 A field's annotation states its type and range, and pydantic enforces both.
 """
@@ -12,12 +12,30 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 T = TypeVar("T")
 
+# Of a dataclass whose values are checked.
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+NULL = ("", "~", "null")  # in YAML, unless quoted
 LARGE = 1_000_000  # more than any run needs, and small enough that no product of two overflows
+
+
+def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len({*names}) < len(names):
+        raise ValueError("names must differ")
+    return names
 
 
 def _numbers(value: Any) -> Any:
@@ -42,6 +60,7 @@ def _rows_and_columns(value: Any) -> Any:
 Count = Annotated[int, Field(ge=1, le=LARGE)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGE)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Steps = Annotated[int, Field(ge=0, le=10**12)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionAbove0 = Annotated[float, Field(gt=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
@@ -54,6 +73,7 @@ AutoOrSwitch = Annotated[
     BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value), value)),
 ]
 Text = Annotated[str, Field(max_length=1000)]
+ClassNames = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_unique)]
 PathName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(os.path.expanduser)]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -118,17 +138,105 @@ def unknown(key: str, known: Iterable[str]) -> str:
 
 def _one_line(error: ValidationError, config: Any) -> str:
     """Turn the first of pydantic's errors into one line: key, value, what is allowed."""
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "value_error":  # a rule between settings, which names its key
-        return str(first["ctx"]["error"])
-    known = keys(config, f"{config.group}.".lstrip("."))
-    path = ".".join([config.group, *map(str, first["loc"])]).lstrip(".")
-    if first["type"] == "unexpected_keyword_argument":
+    group = getattr(config, "group", "")
+    known = keys(config, f"{group}.".lstrip("."))
+    path, kind, problem = _first(error, group)
+    if kind == "unexpected_keyword_argument":
         return unknown(path, known)
     # What follows the key is the place of an item in its value.
     key = max((key for key in known if f"{path}.".startswith(f"{key}.")), key=len, default=path)
-    problem = first["msg"].replace("Input should", "it must").partition(", unable")[0]
-    return f"{key}: {_shown(first['input'])} is not allowed; {problem}"
+    return problem if kind == "value_error" else f"{key}: {problem}"
+
+
+def _first(error: ValidationError, group: str = "") -> tuple[str, str, str]:
+    """Return the key of the first of pydantic's errors, its kind, and what is wrong.
+
+    A rule between settings names its key itself.
+    """
+    first = error.errors(include_url=False)[0]
+    path = ".".join([group, *map(str, first["loc"])]).lstrip(".")
+    if first["type"] == "value_error":
+        return path, first["type"], str(first["ctx"]["error"])
+    allowed = first["msg"].replace("Input should", "it must").partition(", unable")[0]
+    return path, first["type"], f"{_shown(first['input'])} is not allowed; {allowed}"
+
+
+def parse(kind: Any, content: Any, source: object) -> Any:
+    """Make an object of what a file of anybody contains.
+
+    Args:
+        kind: Its class, or another annotation.
+        content: JSON as bytes or text, or values read from another format.
+        source: The file, for messages.
+
+    Raises:
+        ValueError: It is not JSON, or a field is missing, unknown or not allowed.
+    """
+    adapter = TypeAdapter(kind)
+    try:
+        if isinstance(content, bytes | str):
+            return adapter.validate_json(content)
+        return adapter.validate_python(content)
+    except RecursionError:
+        raise ValueError(f"{source} is damaged: it is nested too deeply") from None
+    except ValidationError as error:
+        path, problem, text = _first(error)
+        if problem == "json_invalid":
+            text = "it is not JSON"
+        elif problem.startswith("missing"):
+            text = "missing"
+        elif problem == "unexpected_keyword_argument":
+            text = "unknown, so a later version of this project has written it; update this one"
+        raise ValueError(f"{source}: {shorten(f'{path}: {text}'.lstrip(': '), 300)}") from None
+
+
+class _TextLoader(yaml.BaseLoader):
+    """Reads every value as text, whatever its tag, and null as None; refuses repeated keys."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):  # with which a few lines mean billions of values
+            raise yaml.YAMLError("aliases (*name) are not supported")
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        is_null = isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL
+        return None if is_null else super().construct_object(node, deep)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in names:
+                problem = "a key must be text, and given once"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(key.value)
+        return {key.value: self.construct_object(value, deep) for key, value in node.value}
+
+
+def read_yaml(text: bytes | str, source: str) -> Any:
+    """Read YAML as nested lists and dictionaries of text; source is for messages.
+
+    Raises:
+        ValueError: It is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_TextLoader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{source} is not YAML: {shorten(error, 200)}") from None
+
+
+def one_line(cls: type[T]) -> type[T]:
+    """Let a pydantic dataclass, which may have a `group`, raise errors of one line."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: T, *values: Any, **named: Any) -> None:
+        try:
+            init(self, *values, **named)
+        except ValidationError as error:
+            raise ValueError(_one_line(error, cls)) from None
+
+    cls.__init__ = __init__  # type: ignore[assignment]
+    return cls
 
 
 @typing.dataclass_transform(
@@ -138,20 +246,9 @@ def group(name: str) -> Callable[[type[T]], type[T]]:
     """Make a frozen dataclass whose values are checked; name is its key, or "" for a config."""
 
     def decorate(cls: type[T]) -> type[T]:
-        checks = ConfigDict(extra="forbid", allow_inf_nan=False)
-        made: Any = dataclass(cls, frozen=True, kw_only=True, config=checks)
+        made: Any = dataclass(cls, frozen=True, kw_only=True, config=CHECKED)
         made.group = name
-        init = made.__init__
-
-        @functools.wraps(init)
-        def __init__(self: T, **values: Any) -> None:
-            try:
-                init(self, **values)
-            except ValidationError as error:
-                raise ValueError(_one_line(error, made)) from None
-
-        made.__init__ = __init__
-        return made
+        return one_line(made)
 
     return decorate
 

@@ -78,8 +78,8 @@ def read(out: Path) -> Run:
     """Read what a finished run has reached."""
     checkpoint = latest_checkpoint(out)
     assert checkpoint is not None
-    teacher = checkpoint.config["optim"]["teacher"]
-    seen = checkpoint.step * checkpoint.config["train"]["batch_size"]
+    teacher = checkpoint.config.optim.teacher
+    seen = checkpoint.step * checkpoint.config.train.batch_size
     accuracies = (
         100 * json.loads((out / folder / REPORT_FILE).read_text())["accuracy"]
         for folder in (EVAL_FOLDER, FLIPPED)

@@ -6,12 +6,14 @@ Shapes: N images, C channels, H height, W width.
 import dataclasses
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from vit import settings
 from vit.data.config import DataConfig
 from vit.data.photos import Photo, TarMember, to_bands
 from vit.data.pixels import ArrayPreprocess, offset
@@ -19,25 +21,34 @@ from vit.data.pixels import ArrayPreprocess, offset
 # Training images that are cropped at random are stored larger by this factor, to keep detail.
 STORED_SCALE = 256 / 224
 
+FILTERS = "^(nearest|box|bilinear|hamming|bicubic|lanczos)$"  # of Pillow
+Side = Annotated[int, Field(ge=1, le=20_000)]  # pixels
 
-@dataclass(frozen=True)
+
+@settings.one_line
+@dataclass(frozen=True, config=settings.CHECKED)
 class Preprocess(ArrayPreprocess):
     """Resize, crop and normalize images for one model, as tensors.
 
-    The attributes are those of `vit.data.pixels.ArrayPreprocess`.
+    The attributes are those of `vit.data.pixels.ArrayPreprocess`; a ValueError tells if a value is
+    not allowed.
     """
+
+    image_size: tuple[Side, Side]
+    mean: Annotated[tuple[settings.Fraction, ...], Field(min_length=1, max_length=1000)]
+    std: tuple[settings.Positive, ...]
+    interpolation: Annotated[str, Field(pattern=FILTERS)] = "bicubic"
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    crop_pct: settings.FractionAbove0 = 1.0
+
+    def __post_init__(self) -> None:
+        settings.require(len(self.std) == len(self.mean), "std", self.std, "as long as the mean")
 
     @classmethod
     def from_config(cls, data: DataConfig) -> "Preprocess":
         """Return the preprocessing of a data set with the image size, fit and channels given."""
         spec = data.spec
         return cls(spec.image_size, spec.mean, spec.std, fit=data.fit)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
-        """Rebuild an object from `to_dict`, also after a round trip through JSON."""
-        lists = {key: tuple(values[key]) for key in ("image_size", "mean", "std")}
-        return cls(**{**values, **lists})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""

@@ -13,7 +13,7 @@ from vit.pretrained.architecture import adopt, settings_of_config
 from vit.pretrained.sources import LOCAL, find_source
 from vit.run.checkpoint import Checkpoint, checkpoint_paths
 from vit.run.folder import stored_config
-from vit.training.config import Config, from_dict
+from vit.training.config import Config
 
 
 def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrained | None]:
@@ -35,8 +35,8 @@ def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrai
         return config, None
     run = Path(config.out)
     stored = stored_config(run) if checkpoint_paths(run) and not overwrite else None
-    if stored is not None and stored["model"].get("pretrained") == name:
-        before, model = from_dict(stored).model, config.model
+    if stored is not None and stored.model.pretrained == name:
+        before, model = stored.model, config.model
         if model.name in ("vit", before.name):  # else `vit.run.resume` refuses the config
             model = adopt(model, settings_of_config(before), name)
         return dataclasses.replace(config, model=model), None
@@ -65,7 +65,7 @@ def with_statistics(
     For other channels than theirs, statistics are averaged (one channel) or repeated.
     """
     if checkpoint is not None and checkpoint.preprocess is not None:
-        stored = Preprocess.from_dict(checkpoint.preprocess)
+        stored = checkpoint.preprocess
         return dataclasses.replace(preprocess, mean=stored.mean, std=stored.std)
     if source is None or source.mean is None or source.std is None:
         return preprocess

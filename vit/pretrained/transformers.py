@@ -20,9 +20,10 @@ from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
+from vit.model_file import ModelMetadata
 from vit.pretrained.adapt import Pretrained, fit
 from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
-from vit.training.config import Config, to_dict
+from vit.training.config import Config
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
 # What config.json leaves out where SigLIP has its defaults.
@@ -104,8 +105,8 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
     return source, preprocess
 
 
-def read_classifier(folder: Path) -> dict[str, Any]:
-    """Read a classifier as it is; returns what a model file has, see `vit.model_file.load_model`.
+def read_classifier(folder: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
+    """Read a classifier as it is; returns what a model file has: its metadata and weights.
 
     Raises:
         ValueError: As for `read_transformers`, or the model has no head that can be used.
@@ -121,10 +122,9 @@ def read_classifier(folder: Path) -> dict[str, Any]:
     for note in source.notes:
         warn(f"{folder}: {note}")
     data = DataConfig(name="folder", image_size=preprocess.image_size, channels=preprocess.channels)
-    return {
-        "model": weights, "config": to_dict(Config(data=data, model=model)), "step": 0,
-        "preprocess": preprocess.to_dict(), "classes": source.classes,
-    }  # fmt: skip
+    config = Config(data=data, model=model)
+    about = ModelMetadata(config=config, classes=source.classes, step=0, preprocess=preprocess)
+    return about, weights
 
 
 def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:

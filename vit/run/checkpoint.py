@@ -6,30 +6,57 @@ ever executed. The checkpoint of a sharded run is a folder, see `vit.run.sharded
 are files.
 """
 
-import dataclasses
 import io
-import shutil
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, with_config
+from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from vit.console import warn
+from vit.data.preprocess import Preprocess
 from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
 from vit.files import seal, unseal, write_atomically
-from vit.run.sharded import read_state, read_whole, write_folder
+from vit.run.sharded import delete, read_state, read_whole, write_folder
+from vit.settings import CHECKED, ClassNames, NonNegative, Steps, Text, one_line, parse
+from vit.training.config import StoredConfig, to_dict
 
 CHECKPOINT_FOLDER = "checkpoints"
 FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders
 FOREIGN = "; to fine-tune the weights of a ViT, use train.py --model.pretrained FILE"
 KEEP = 2  # checkpoints; the older one is used if the newer cannot be read
+RETIRED = ("processes", "device", "precision")  # fields of version 0.1
 
 
-@dataclass(frozen=True)
+@with_config(CHECKED)
+class Environment(TypedDict, total=False):
+    """What a run depends on besides its config; earlier versions stored less."""
+
+    attention_code: Text
+    processes: int
+    device: Text
+    precision: Text
+    threads: int
+    compiled: bool
+    steps_per_epoch: int
+
+
+def _as_pairs(value: Any) -> Tensor:
+    """Turn lists of pairs, as JSON has them, into a tensor (N, 2)."""
+    try:
+        return torch.as_tensor(value, dtype=torch.float32).view(-1, 2)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError("these are not pairs of numbers") from None
+
+
+@one_line
+@dataclass(frozen=True, config=CHECKED)
 class Checkpoint:
     """The contents of a checkpoint: the state of a run, and what resuming it needs.
 
@@ -38,7 +65,7 @@ class Checkpoint:
 
     Attributes:
         step: Optimizer steps done.
-        config: The config, as nested dictionaries.
+        config: The config; nested dictionaries are accepted, also those of earlier versions.
         classes: The class names.
         model: The weights.
         ema: The moving average of the weights, or None.
@@ -51,26 +78,28 @@ class Checkpoint:
         num_images: Number of training images.
         fingerprint: Identifies the user's files that the images came from; "" for published sets.
         environment: What else the results depend on: processes, device and precision.
-        preprocess: How images become the model's input, as a dictionary.
+        preprocess: How images become the model's input.
         folder: Where the tensors of a sharded run are; then model, ema and optimizers are empty
             unless they were asked for. None for a checkpoint that is one file.
     """
 
-    step: int
-    config: dict[str, Any]
-    classes: list[str]
+    step: Steps
+    config: StoredConfig
+    classes: ClassNames
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None = None
     optimizers: list[dict[str, Any]] = field(default_factory=list)
-    points: Tensor = field(default_factory=lambda: torch.empty(0, 2))
-    seconds: float = 0.0
-    total_steps: int | None = None
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    num_images: int = 0
-    fingerprint: str = ""
-    environment: dict[str, Any] = field(default_factory=dict)
-    preprocess: dict[str, Any] | None = None
+    points: Annotated[Tensor, BeforeValidator(_as_pairs)] = field(
+        default_factory=lambda: torch.empty(0, 2)
+    )
+    seconds: NonNegative = 0.0
+    total_steps: Steps | None = None
+    skipped: Steps = 0
+    skipped_in_a_row: Steps = 0
+    num_images: Steps = 0
+    fingerprint: Text = ""
+    environment: Environment = field(default_factory=Environment)
+    preprocess: Preprocess | None = None
     folder: Path | None = None
 
 
@@ -107,7 +136,9 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
     path = checkpoint_path(run, checkpoint.step).with_suffix(".pt")
     path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save(vars(checkpoint), buffer)
+    preprocess = checkpoint.preprocess and checkpoint.preprocess.to_dict()
+    plain = {"config": to_dict(checkpoint.config), "preprocess": preprocess}
+    torch.save({**vars(checkpoint), **plain}, buffer)
     write_atomically(path, seal(buffer.getvalue()))
     delete_others(run, path)
 
@@ -116,16 +147,8 @@ def delete_others(run: Path, path: Path) -> None:
     """Delete all of a run's checkpoints but the newest, `path`, and the one before it."""
     saved = checkpoint_paths(run)
     end = saved.index(path) + 1
-    for old in (*saved[: max(0, end - KEEP)], *saved[end:], *path.parent.glob(".step_*.tmp")):
+    for old in (*saved[: max(0, end - KEEP)], *saved[end:], *path.parent.glob(".*.tmp")):
         delete(old)
-
-
-def delete(path: Path) -> None:
-    """Delete a checkpoint, be it a file or a folder."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -155,10 +178,9 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     """
     if path.is_dir():
         state = read_state(path)
-        points = torch.tensor(state["points"]).view(-1, 2)
         names = ("model", "ema") if tensors else ()
         parts = {"model": {}, **{name: read_whole(path, f"{name}.") for name in names}}
-        return _checkpoint({**state, **parts, "points": points, "folder": path})
+        return _checkpoint({**state, **parts}, path, path)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -171,13 +193,14 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
         raise ValueError(f"{path} is not a checkpoint of this project{FOREIGN}")
     if content is None:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
-    return _checkpoint(state)
+    return _checkpoint(state, path)
 
 
-def _checkpoint(state: dict[str, Any]) -> Checkpoint:
-    """Make a checkpoint from values of any version; fields that this one lacks are left out."""
-    names = {field.name for field in dataclasses.fields(Checkpoint)}
-    return Checkpoint(**{name: value for name, value in state.items() if name in names})
+def _checkpoint(state: dict[Any, Any], path: Path, folder: Path | None = None) -> Checkpoint:
+    """Make a checkpoint of the contents of a file or folder, also of an earlier version."""
+    kept = {name: value for name, value in state.items() if name not in RETIRED}
+    checkpoint: Checkpoint = parse(Checkpoint, {**kept, "folder": folder}, path)
+    return checkpoint
 
 
 def _unpickle(data: bytes) -> Any:

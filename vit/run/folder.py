@@ -11,11 +11,12 @@ from filelock import FileLock, Timeout
 
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
-from vit.files import write_atomically, write_table
+from vit.files import inside, write_atomically, write_table
 from vit.registry import ALL_KINDS
-from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete
-from vit.settings import changed_keys
-from vit.training.config import Config, from_dict, to_dict
+from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN
+from vit.run.sharded import delete
+from vit.settings import changed_keys, parse, read_yaml
+from vit.training.config import Config, StoredConfig, to_dict
 
 CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.safetensors"
@@ -66,7 +67,7 @@ _WRITTEN = (
     SPLIT_FILE,
     MODEL_FILE,
     "events.out.tfevents.*",
-    *(f"{CHECKPOINT_FOLDER}/{pattern}" for pattern in ("step_*.pt", FOLDER_PATTERN, ".step_*.tmp")),
+    *(f"{CHECKPOINT_FOLDER}/{pattern}" for pattern in ("step_*.pt", FOLDER_PATTERN, ".*.tmp")),
     *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     *(f"{EVAL_FOLDER}/{name}" for name in (CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE)),
@@ -80,7 +81,7 @@ _WRITTEN = (
         f"{EXPORT_FOLDER}/{name}"
         for name in (PREPROCESS_FILE, "model.onnx", "model.pt2", "live.html")
     ),
-    ".*.tmp",
+    *(f"{folder}.*.tmp" for folder in ("", f"{EVAL_FOLDER}/", f"{EVAL_FOLDER}/*/", "export/")),
     CONFIG_FILE,
 )
 
@@ -121,22 +122,32 @@ def lock_run(run: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def stored_config(run: Path) -> dict[str, Any] | None:
+def is_run(run: Path) -> bool:
+    """Tell whether a folder has the config of a run, of whatever version."""
+    return _read_config(run) is not None
+
+
+def stored_config(run: Path) -> Config | None:
     """Read the config of a run, with the defaults of keys that an earlier version did not have.
 
     Returns:
         The config; None if the folder has none of this project.
+
+    Raises:
+        ValueError: A key is not known or a value is not allowed.
     """
+    values = _read_config(run)
+    return None if values is None else parse(StoredConfig, values, run / CONFIG_FILE)
+
+
+def _read_config(run: Path) -> dict[str, Any] | None:
     try:
-        stored = yaml.safe_load((run / CONFIG_FILE).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        values = read_yaml((run / CONFIG_FILE).read_bytes(), CONFIG_FILE)
+    except (OSError, ValueError):
         return None
     groups = {"data", "model", "optim", "train"}
-    if not isinstance(stored, dict) or not all(isinstance(stored.get(g), dict) for g in groups):
-        return None
-    with contextlib.suppress(ValueError):  # it has keys or values that are no longer allowed
-        return to_dict(from_dict(stored))
-    return stored
+    known = isinstance(values, dict) and all(isinstance(values.get(g), dict) for g in groups)
+    return values if known else None
 
 
 def lasting(values: dict[str, Any]) -> dict[str, Any]:
@@ -163,11 +174,23 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     run = Path(config.out)
     run.mkdir(parents=True, exist_ok=True)
     if not resume:
-        for pattern in _WRITTEN:
-            for path in run.glob(pattern):
-                delete(path)
+        for path in written_files(run):
+            delete(path)
     write_config(config, step, run)
     return run
+
+
+def written_files(run: Path) -> list[Path]:
+    """List what an earlier run and its evaluations have written, in the order of deletion.
+
+    Raises:
+        ValueError: One of the folders is a link, see `inside`; they are not for writing either.
+    """
+    written = [path for pattern in _WRITTEN for path in run.glob(pattern)]
+    folders = {path.relative_to(run).parent for path in written}
+    for folder in {*folders, Path(CHECKPOINT_FOLDER), Path(EVAL_FOLDER)}:
+        inside(run, *folder.parts)
+    return written
 
 
 def write_config(config: Config, step: int, run: Path) -> None:
@@ -177,7 +200,7 @@ def write_config(config: Config, step: int, run: Path) -> None:
     comments = []
     if stored is not None:
         comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
-        changes = changed_keys(lasting(stored), lasting(values))
+        changes = changed_keys(lasting(to_dict(stored)), lasting(values))
         if changes:
             comments.append(f"# changed after step {step}: {'; '.join(changes)}")
     text = "\n".join([*comments, yaml.safe_dump(values, sort_keys=False)])

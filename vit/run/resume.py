@@ -5,7 +5,15 @@ from typing import Any
 
 from vit.console import program
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
-from vit.run.folder import CONFIG_FILE, LOCK_FILE, MODEL_FILE, lasting, stored_config
+from vit.run.folder import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    MODEL_FILE,
+    is_run,
+    lasting,
+    stored_config,
+    written_files,
+)
 from vit.settings import changed_keys
 from vit.training.config import Config, to_dict
 
@@ -39,12 +47,12 @@ def check_run(
     ours = (".*.tmp", LOCK_FILE)  # may be left by an interrupted start
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
-    stored = stored_config(run)
-    if stored is None:
+    if not is_run(run):
         raise ValueError(
             f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
             "use another --out"
         )
+    written_files(run)  # raises if a link leads out of the run
     if overwrite:
         return None
     if (run / MODEL_FILE).exists():
@@ -53,16 +61,16 @@ def check_run(
             f"train its weights further with --model.pretrained {run} and another --out, or delete "
             "it and start over with --overwrite"
         )
-    newest = latest_checkpoint(run)
-    if newest is None:  # it was stopped before the first checkpoint
+    newest, stored = latest_checkpoint(run), stored_config(run)
+    if newest is None or stored is None:  # it was stopped before the first checkpoint
         return None
     # Checkpoints of earlier versions do not identify the code of the attention, or the threads.
     unknown = {key: environment.get(key) for key in ("attention_code", "threads")}
     began = {**unknown, **newest.environment}
-    before = {**lasting(stored), **{key: began.get(key) for key in environment}}
+    before = {**lasting(to_dict(stored)), **{key: began.get(key) for key in environment}}
     given = to_dict(config)
     if config.train.compile == "auto":  # the run goes on as it began
-        given["train"]["compile"] = stored["train"].get("compile")
+        given["train"]["compile"] = stored.train.compile
     changes = changed_keys(before, {**lasting(given), **environment})
     fixed = any(change.startswith(FIXED) for change in changes)
     if changes and (fixed or not allow_changes):

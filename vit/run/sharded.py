@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit.files import sync_folder, write_atomically
+from vit.settings import parse, shorten
 
 STATE_FILE = "state.json"
 SUMS_FILE = "SHA256SUMS"
@@ -46,7 +47,8 @@ def write_folder(
 
     folder = target.with_name(f".{target.name}.tmp")
     if main:  # before torch's exchange, after which all processes write
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
+        folder.mkdir()  # not a link that was there
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
@@ -63,10 +65,17 @@ def finish_writing(folder: Path, state: dict[str, Any], target: Path) -> None:
     sums = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     text = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
     write_atomically(folder / SUMS_FILE, text.encode())
-    if target.exists():  # a run that went back to an earlier step has damaged it
-        shutil.rmtree(target)
+    delete(target)  # a run that went back to an earlier step has damaged it
     folder.rename(target)
     sync_folder(target.parent)
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint, be it a file or a folder; not what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -84,7 +93,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         path = folder / name
         if name not in sums or not path.is_file() or _sha256(path) != sums[name]:
             raise ValueError(f"{folder} is damaged: {name} does not match {SUMS_FILE}")
-    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    file = folder / STATE_FILE
+    state: dict[str, Any] = parse(dict[str, Any], file.read_bytes(), file)
     return state
 
 
@@ -111,14 +121,15 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Read the tensors whose names begin with a prefix into memory; returns them without it."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    stored: dict[str, Any] = (
-        HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    )
-    tensors = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in stored.items()
-        if name.startswith(prefix)
-    }
+    try:
+        stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(about.size, dtype=about.properties.dtype)
+            for name, about in stored.items()
+            if name.startswith(prefix)
+        }
+    except Exception as error:  # torch checks nothing that it reads
+        raise ValueError(f"{folder} is damaged: {shorten(repr(error), 200)}") from None
     read_tensors(folder, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 

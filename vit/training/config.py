@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vit import settings
 from vit.data.config import AugmentConfig, DataConfig
@@ -182,11 +182,17 @@ def from_dict(values: dict[str, Any]) -> Config:
     return Config(**translated(values))
 
 
-def translated(values: dict[str, Any]) -> dict[str, Any]:
+def translated(values: Any) -> Any:
     """Return nested dictionaries that an earlier version wrote as this one writes them."""
+    if not isinstance(values, dict):
+        return values
     for section, key in RETIRED:
         if isinstance(part := values.get(section), dict):
             values = {**values, section: {k: v for k, v in part.items() if k != key}}
     if isinstance(train := values.get("train"), dict) and train.get("parallel") == "hybrid":
         values = {**values, "train": {**train, "parallel": "shard"}}
     return values
+
+
+# A config in a file of this or an earlier version.
+StoredConfig: TypeAlias = Annotated[Config, BeforeValidator(translated)]

@@ -154,7 +154,7 @@ def on_all_cores(config: Config, overwrite: bool) -> Config:
     return config
 
 
-def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) -> int:
+def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
     """Return how many processes train a run.
 
     They are as many as the config says, or the config `stored` by an unfinished run, or else the
@@ -172,7 +172,7 @@ def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) 
             )
         return settings.processes
     if stored is not None and on_cpu:
-        return stored["train"].get("processes") or 1  # which older versions do not name
+        return stored.train.processes or 1  # which older versions do not name
     if settings.freeze == "backbone" or not on_cpu:
         return 1
     parts = settings.batch_size // settings.accumulate
