@@ -39,11 +39,10 @@ def test_milestones_run_from_start_to_end():
 
 
 def test_metrics_are_on_the_disk_before_a_flush_ends(tmp_path, monkeypatch):
-    synced = []
+    synced, tracker = [], Tracker(tmp_path)
     monkeypatch.setattr(
         os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").read_text())
     )
-    tracker = Tracker(tmp_path)
     tracker.scalars(3, {"train/loss": 1.5})
     tracker.flush()
     assert synced == ['{"step": 3, "train/loss": 1.5}\n']

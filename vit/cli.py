@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
-from vit.console import is_out_of_memory, printable, program, rank
+from vit.console import is_out_of_memory, printable, program, rank, say
 from vit.recipes import compose, read_config
 from vit.reporting.config import COMMANDS
 from vit.settings import ImageSize, keys, read_yaml, shorten, suggest, unknown
@@ -48,7 +48,7 @@ RENAMED = {"attention": "maps", "image": "photo"}  # flags of version 0.1, comma
 def fail(message: str) -> NoReturn:
     """End the program with one line on standard error and exit code 2."""
     who = f"error (process {rank()}): " if rank() else "error: "
-    print(who + printable(message), file=sys.stderr)
+    say(who + printable(message), sys.stderr)
     raise SystemExit(2)
 
 
@@ -58,7 +58,7 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # such as `| head`; the interpreter must not flush to it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,7 +141,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         given["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
     config = compose([read_config(file) for file in files], _nested(given))
     if print_config:
-        print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
+        say(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
         raise SystemExit(0)
     return config, dict(zip(("overwrite", "allow_changes"), chosen, strict=True))
 

@@ -18,19 +18,21 @@ def say(text: str, file: TextIO | None = None) -> None:
     """Print text above any progress bar and flush it; an unwritable log does not end the run.
 
     Args:
-        text: One or more lines.
+        text: One or more lines. A name in it that contains line breaks needs `printable`.
         file: Where to print; None is standard output.
     """
     file = file or sys.stdout
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    lines = "\n".join(map(_escaped, text.split("\n"))).encode(encoding, "backslashreplace")
     with contextlib.suppress(OSError):
-        tqdm.write(text, file=file)
+        tqdm.write(lines.decode(encoding), file=file)
         file.flush()
 
 
 def note(text: str) -> None:
-    """Print text on standard error in the first process; the others have the same to say."""
+    """Print a line on standard error in the first process; the others have the same to say."""
     if rank() == 0:
-        say(text, sys.stderr)
+        say(printable(text), sys.stderr)
 
 
 def warn(text: str) -> None:
@@ -49,9 +51,14 @@ def counted(count: float, noun: str, form: str = "") -> str:
     return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
 
 
-def printable(text: str) -> str:
-    """Return text as one line that cannot control the terminal, wherever it comes from."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+def printable(text: object) -> str:
+    """Return text as one line that cannot control a terminal, wherever it comes from."""
+    return _escaped(" ".join(str(text).split()))
+
+
+def _escaped(line: str) -> str:
+    """Write control, format and bidirectional characters as in Python's source: \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

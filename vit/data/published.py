@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vit.console import say
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
@@ -84,7 +85,7 @@ def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -
         return make(root, **kind)
     problem = "data.download=false, so it was not downloaded"
     if data.download:
-        print(f"{name} is not in {root}, or damaged: unpacking or downloading it", flush=True)
+        say(f"{name} is not in {root}, or damaged: unpacking or downloading it")
         try:
             return make(root, **kind, download=True)
         except (OSError, HTTPException, RuntimeError) as error:

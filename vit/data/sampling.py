@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vit.console import printable
 from vit.seeding import generator
 
 MAX_LISTED = 20  # classes whose image counts are listed one by one
@@ -104,7 +105,7 @@ def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
         return f"{low:,} in each of {len(classes)} classes"
     if len(classes) > MAX_LISTED:
         return f"{low:,} to {high:,} in each of {len(classes)} classes"
-    return ", ".join(f"{name} {n:,}" for name, n in zip(classes, counts, strict=True))
+    return ", ".join(f"{printable(name)} {n:,}" for name, n in zip(classes, counts, strict=True))
 
 
 def divide_epoch(

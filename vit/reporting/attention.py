@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.console import counted
+from vit.console import counted, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
@@ -56,9 +56,9 @@ def explain_run(run: str, options: MapsConfig) -> None:
     indices = _choose_indices(test, options)
     folder = results_folder(saved, options.out, ATTENTION_FOLDER)
     _empty_folder(folder)
-    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
+    say(f"{saved.describe()}, {saved.config.data.name} test images\n")
     _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)
-    print(
+    say(
         f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "
         f"to {folder}/\n"
         f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
@@ -66,14 +66,14 @@ def explain_run(run: str, options: MapsConfig) -> None:
     unless_given = 0 if options.indices else 500
     count = min(unless_given if options.faithfulness is None else options.faithfulness, len(test))
     if count:
-        print(f"\nmeasuring faithfulness on {count:,} randomly chosen test images", flush=True)
+        say(f"\nmeasuring faithfulness on {count:,} randomly chosen test images")
         chosen = choose_images(test, count, options.seed, "eval.faithfulness")
         table = measure_maps(classifier, chosen, kinds, options.batch_size, options.seed, **rollout)
         content = {
             "model": str(saved.path), "images": count, "rollout": rollout, "maps": table
         }  # fmt: skip
         write_json(folder / TABLE_FILE, content)
-        print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
+        say(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
 
 
 def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import printable
+from vit.console import printable, say
 from vit.data.images import ImageSet
 from vit.evaluation import average, evaluate, intervals, mcnemar
 from vit.files import write_atomically, write_json
@@ -20,7 +20,7 @@ from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
 from vit.reporting.loading import load_run, load_test, require_packages, results_folder
-from vit.reporting.tables import markdown_table, with_interval
+from vit.reporting.tables import markdown, markdown_table, with_interval
 
 MOST_MOVED = 8  # images listed
 LONGEST_NAME = 20  # characters of a model's name
@@ -39,13 +39,13 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     models = [load_run(name, options) for name in (run, *options.others)]
     first = models[0]
     tests = [_load_test(saved, first, options.data.root) for saved in models]
-    names = [printable(saved.name)[:LONGEST_NAME] for saved in models]
+    names = [printable(saved.name).replace("\\", "_")[:LONGEST_NAME] for saved in models]
     if len({*names}) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names, start=1)]
     name = f"compare_{'_'.join(names[1:])}"[:60]  # file systems allow 255 bytes
     folder = results_folder(first, options.out, name)
     folder.mkdir(parents=True, exist_ok=True)
-    print("\n".join(saved.describe() for saved in models), flush=True)
+    say("\n".join(saved.describe() for saved in models))
     rows: list[dict[str, Any]] = []
     right, maps = [], []
     for name, saved, test in zip(names, models, tests, strict=True):
@@ -66,16 +66,16 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         "models": rows,
     }
     text = as_text(content)
-    print(f"\n{text}")
+    say(f"\n{text}")
     if options.corruptions:
         pairs = [(saved.classifier, test) for saved, test in zip(models, tests, strict=True)]
         corrupted = compare_corrupted(dict(zip(names, pairs, strict=True)), folder, options)
         content["corruptions"], table = corrupted
-        print(f"\n{table}")
+        say(f"\n{table}")
         text += f"\n\n{table}"
     write_atomically(folder / "comparison.md", f"{text}\n".encode())
     write_json(folder / "comparison.json", content)
-    print(f"\nwrote comparison.md and comparison.json to {folder}/")
+    say(f"\nwrote comparison.md and comparison.json to {folder}/")
 
 
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
@@ -157,12 +157,12 @@ def as_text(content: dict[str, Any]) -> str:
     heads = ["model", "architecture", "parameters", "steps", "accuracy (95% interval)"]
     heads += ["mean recall", "images/s", "right alone", f"p against {first['name']}"]
     heads += ["attention elsewhere"]
-    rows = [heads]
+    rows, own = [heads], markdown(first["name"])
     for model in content["models"]:
         unfinished = "" if model["finished"] else " (unfinished)"
         alone_first, alone = model.get("only_right", (0, 0))
         rows.append([
-            model["name"].replace("|", "\\|"),
+            model["name"],
             model["architecture"],
             f"{model['parameters']:,}",
             f"{model['steps']:,}{unfinished}",
@@ -178,6 +178,6 @@ def as_text(content: dict[str, Any]) -> str:
         "",
         markdown_table(rows),
         "",
-        f"right alone: images on which only this model is right, and only {first['name']}; p: "
+        f"right alone: images on which only this model is right, and only {own}; p: "
         "McNemar's exact test; attention elsewhere: fraction of rollout on other patches",
     ])  # fmt: skip

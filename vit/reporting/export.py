@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from vit.classifier import Classifier
+from vit.console import say
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
 from vit.files import inside, write_atomically
@@ -42,7 +43,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     saved = load_model(run, "cpu", "float32")
     folder = results_folder(saved, options.out, name=EXPORT_FOLDER)
     targets = {name: inside(folder, EXPORTS[name]) for name in dict.fromkeys(options.formats)}
-    print(saved.describe(), flush=True)
+    say(saved.describe())
     if "html" in targets:
         export_page(saved, targets["html"], options)
     if "hub" in targets:
@@ -54,7 +55,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     with tempfile.TemporaryDirectory() as drafts:  # nothing is written if one of them fails
         for name in formats:
             draft = Path(drafts) / EXPORTS[name]
-            print(_export(saved, name, draft))
+            say(_export(saved, name, draft))
             write_atomically(_reader_of(draft), program)
         # preprocess.py comes first: it marks what the next call may replace.
         for file in sorted(filter(Path.is_file, Path(drafts).rglob("*")), reverse=True):
@@ -62,7 +63,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
             place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, file.read_bytes())
     for name in formats:
-        print(f"wrote {targets[name]} and {_reader_of(targets[name])}")
+        say(f"wrote {targets[name]} and {_reader_of(targets[name])}")
     return list(targets.values())
 
 

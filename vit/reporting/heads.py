@@ -8,6 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
+from vit.console import say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.explain.figures import statistics_picture
@@ -45,14 +46,14 @@ def measure_run(run: str, options: HeadsConfig) -> None:
     images = load_held_out(saved, options)
     folder = results_folder(saved, options.out)
     data = saved.config.data.name
-    print(f"{saved.describe()}, {len(images):,} held-out images of {data}", flush=True)
+    say(f"{saved.describe()}, {len(images):,} held-out images of {data}")
     found = measure_groups(saved.classifier, images, options.pairs, options.batch_size)
     table = {part: [asdict(effect) for effect in effects] for part, effects in found.items()}
     content = {"model": str(saved.path), "images": len(images), **table}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / HEADS_FILE, content)
     write_picture(folder / HEADS_PICTURE, draw_heads(found["heads"]))
-    print(f"\n{as_table(found)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {folder}/")
+    say(f"\n{as_table(found)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {folder}/")
 
 
 def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
@@ -14,6 +14,7 @@ from vit.files import inside
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
+from vit.settings import parse
 
 
 def load_run(run: str, options: EvalConfig, flip: bool = False) -> SavedModel:
@@ -41,10 +42,9 @@ def results_folder(
 def is_ours(path: Path, keys: set[str]) -> bool:
     """Tell whether a file is one of ours: JSON, an object with some keys."""
     try:
-        content = json.loads(path.read_text())
+        return keys <= parse(dict[str, Any], path.read_bytes(), path).keys()
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and keys <= content.keys()
 
 
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:

@@ -2,18 +2,22 @@
 
 import dataclasses
 import json
+import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from vit.console import say
 from vit.files import write_atomically, write_json
 from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
-from vit.reporting.tables import metrics_table
+from vit.reporting.tables import StoredReport, markdown, metrics_table
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
+from vit.settings import parse
 from vit.training.config import Config, to_dict
 
 LIBRARY = "vit-from-scratch"
@@ -23,15 +27,16 @@ CARD = """---
 
 # {name}
 
-A Vision Transformer with {weights:,} weights that classifies {size} images into {count} classes:
-{classes}.
+A Vision Transformer with {weights:,} weights that classifies {size} images.
+
+{count} classes: {classes}.
 
 Trained with {library}, which loads it and shows what it attends to:
 
 ```python
 import vit
 
-classifier = vit.load("hf-hub:OWNER/{name}")
+classifier = vit.load({place})
 classifier.predict("photo.jpg")
 classifier.explain("photo.jpg")
 ```
@@ -74,7 +79,8 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
     save_model(folder / MODEL_FILE, classifier, config, saved.step, saved.fingerprint)
     write_json(folder / "config.json", content)
     write_atomically(folder / "README.md", model_card(saved).encode())
-    print(f"wrote {folder}; upload it with: hf upload OWNER/{saved.name} {folder}")
+    what = shlex.join((f"OWNER/{saved.name}", str(folder)))
+    say(f"wrote {folder}; upload it with: hf upload {what}")
 
 
 def without_places(config: Config) -> Config:
@@ -92,17 +98,18 @@ def model_card(saved: SavedModel) -> str:
     classifier = saved.classifier
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     measured = saved.finished and file.exists()
-    report = json.loads(file.read_text(encoding="utf-8")) if measured else {}
+    report = parse(StoredReport, file.read_bytes(), file) if measured else {}
     if report.get("flip"):  # which the code in the card does not do
         report = {}
     rows, columns = classifier.preprocess.image_size
     return CARD.format(
         metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),
-        name=saved.name,
+        name=markdown(saved.name),
+        place=json.dumps(f"{HUB}OWNER/{saved.name}"),
         weights=sum(weight.numel() for weight in classifier.model.parameters()),
         size=f"{rows} x {columns} x {classifier.preprocess.channels}",
         count=len(classifier.classes),
-        classes=", ".join(classifier.classes),
+        classes=markdown(", ".join(classifier.classes)),
         library=LIBRARY,
         steps=saved.step,
         data=saved.config.data.name,
@@ -115,7 +122,8 @@ def _results(report: dict[str, Any]) -> str:
     tables = [metrics_table(report)]
     if "calibration" in report:  # not in old reports
         tables.append(calibration_table(report["calibration"]))
-    return "On the test images:\n\n```\n" + "\n\n".join(tables) + "\n```"
+    # Indented, because a class could be named ``` and end a fence.
+    return "On the test images:\n\n" + textwrap.indent("\n\n".join(tables), "    ")
 
 
 def _metadata(saved: SavedModel, report: dict[str, Any]) -> dict[str, Any]:

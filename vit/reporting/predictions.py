@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vit.classifier import PHOTO_KINDS, Classifier
-from vit.console import printable, warn
+from vit.console import printable, say, warn
 from vit.data.photos import find_photos, to_photo
 from vit.data.stream import ImageFiles
 from vit.files import write_table
@@ -25,6 +25,7 @@ from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import make_sets, set_columns
 from vit.reporting.config import PhotoConfig, PredictConfig
 from vit.reporting.loading import load_run, results_folder
+from vit.reporting.tables import columns
 from vit.run.folder import PHOTOS_FILE, PHOTOS_FOLDER, SHEET_SUFFIX
 
 TOP = 5  # classes per row
@@ -51,7 +52,7 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     table = Path(options.out or results_folder(saved, None) / PHOTOS_FILE)
     results_folder(saved, str(table.parent))  # raises where it is a file
     _require_own_table(table)
-    print(saved.describe(), flush=True)
+    say(saved.describe())
     start = time.perf_counter()
     rows = _rank_files(saved.classifier, paths, options)
     first = next(rows, None)
@@ -60,7 +61,7 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     table.parent.mkdir(parents=True, exist_ok=True)
     count = write_table(table, itertools.chain([first], rows))
     speed = count / (time.perf_counter() - start)
-    print(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {table}")
+    say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {table}")
     return table
 
 
@@ -119,7 +120,7 @@ def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, T
 
 
 def _skip(problem: str) -> None:
-    warn(printable(f"skipped: {problem.removeprefix('data.root: ').removeprefix('photo: ')}"))
+    warn(f"skipped: {problem.removeprefix('data.root: ').removeprefix('photo: ')}")
 
 
 def classify_photos(run: str, options: PhotoConfig) -> None:
@@ -137,7 +138,7 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
     if options.target is not None:
         classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options.out, PHOTOS_FOLDER)
-    width = max(20, *(len(name) + 1 for name in classifier.classes))
+    width = max(20, *(columns(printable(name)) + 1 for name in classifier.classes))
     count = 0
     for path in paths:
         try:
@@ -148,22 +149,23 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
             _skip(str(error))
             continue
         if not count:
-            print(saved.describe())
+            say(saved.describe())
         count += 1
-        print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
+        say(f"\n{printable(path)}, {photo.shape[1]} × {photo.shape[0]} pixels")
         explanation = classifier.explain(photo, kinds, options.target) if has_maps else None
         best = explanation.probabilities if explanation else classifier.predict(photo, TOP)
         for name, probability in list(best.items())[:TOP]:
-            print(f"  {name:<{width}}{probability:7.2%}")
+            padded = printable(name) + " " * (width - columns(printable(name)))
+            say(f"  {padded}{probability:7.2%}")
         if explanation is not None:
             # Photos of one name in different folders keep apart.
             place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:6]
             sheet = folder / f"{path.stem}_{place}{SHEET_SUFFIX}"
             folder.mkdir(parents=True, exist_ok=True)
             dataclasses.replace(explanation, name=path.name).save(sheet)
-            print(f"  wrote {sheet}")
+            say(f"  wrote {sheet}")
     if not count:
         raise ValueError(f"photo: none of the files ({len(paths):,}) can be read as an image")
-    print(f"\nclassified {count:,} of {len(paths):,} files")
+    say(f"\nclassified {count:,} of {len(paths):,} files")
     if not has_maps:
-        print(f"no sheets: {no_maps_text(classifier.model)}")
+        say(f"no sheets: {no_maps_text(classifier.model)}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.console import say
 from vit.data.images import ImageSet
 from vit.evaluation import evaluate, intervals
 from vit.explain.charts import confusion_picture, reliability_picture
@@ -63,24 +64,24 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     if options.coverage is not None:
         none = torch.zeros(0, len(test.classes))
         make_sets(saved.classifier, none, none[:, 0], options.coverage)
-    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
+    say(f"{saved.describe()}, {saved.config.data.name} test images\n")
     result = write_report(
         saved.classifier, test, folder, saved.step, options.batch_size, options.coverage
     )
-    print(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
+    say(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
     if options.coverage is not None:
-        print(f"\n{sets_table(result['sets'], options.coverage)}")
+        say(f"\n{sets_table(result['sets'], options.coverage)}")
     if unfamiliar is not None:
-        print("\nscoring training, test and unfamiliar images", flush=True)
+        say("\nscoring training, test and unfamiliar images")
         part = report_unfamiliar(saved.classifier, test, *unfamiliar, options)
         _add(part, result, folder, saved.step)
     if options.corruptions:
-        print("\nclassifying corrupted images; after Ctrl-C, the same command goes on", flush=True)
+        say("\nclassifying corrupted images; after Ctrl-C, the same command goes on")
         part = report_corruptions(saved, test, folder, result["accuracy"], options)
         _add(part, result, folder, saved.step)
     if not saved.classifier.has_maps:
-        print(f"\n{no_maps_text(saved.classifier.model)}")
-    print(f"\nwrote {REPORT_FILE}, {PREDICTIONS_FILE} and pictures to {folder}/")
+        say(f"\n{no_maps_text(saved.classifier.model)}")
+    say(f"\nwrote {REPORT_FILE}, {PREDICTIONS_FILE} and pictures to {folder}/")
     return result
 
 
@@ -134,7 +135,7 @@ def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
     """Add a part to a report and its folder, and print its table."""
     result[part.name] = part.numbers
     _write(result, part.scalars, part.pictures, folder, step)
-    print(f"\n{part.table}")
+    say(f"\n{part.table}")
 
 
 def _write(

@@ -1,14 +1,58 @@
 """Parts of the report, and tables as text, which all commands print."""
 
+import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from typing_extensions import TypedDict
 
+from vit.console import printable
 from vit.settings import shorten
 
 LONGEST_NAME = 40  # characters of a class name in a table
+
+
+Interval: TypeAlias = tuple[float, float] | None
+
+
+class _Optional(TypedDict, total=False):
+    accuracy_95: Interval
+    top5_accuracy_95: Interval
+    balanced_accuracy_95: Interval
+    macro_f1_95: Interval
+    recall_95: Interval
+    precision_95: Interval
+    loss_95: Interval
+    ece_95: Interval
+    calibration: "dict[str, _Probabilities]"
+    flip: bool
+
+
+class _Class(_Optional):
+    recall: float | None
+    precision: float | None
+    n: int
+
+
+class _Probabilities(_Optional):
+    temperature: float
+    loss: float
+    ece: float
+
+
+class StoredReport(_Optional):
+    """What is read from report.json again; other fields are ignored, and old files lack some."""
+
+    n: int
+    accuracy: float
+    top5_accuracy: float
+    balanced_accuracy: float
+    macro_f1: float
+    images_per_second: float
+    per_class: dict[str, _Class]
+    confusion_matrix: list[list[int]]
 
 
 class Part(NamedTuple):
@@ -23,10 +67,11 @@ class Part(NamedTuple):
 
 def text_table(rows: Sequence[Sequence[str]], separator: str = "   ") -> list[str]:
     """Return a line for each row: the first column is aligned left, the others right."""
-    widths = [max(map(_columns, column)) for column in zip(*rows, strict=True)]
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        spaces = [" " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True)]
+        spaces = [" " * (width - columns(cell)) for cell, width in zip(row, widths, strict=True)]
         numbers = [space + cell for cell, space in zip(row[1:], spaces[1:], strict=True)]
         lines.append(separator.join([row[0] + spaces[0], *numbers]))
     return lines
@@ -34,11 +79,18 @@ def text_table(rows: Sequence[Sequence[str]], separator: str = "   ") -> list[st
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows, of which the first is the head, as a table in Markdown."""
-    lines = text_table([rows[0], ["---"] * len(rows[0]), *rows[1:]], " | ")
+    head, *others = [list(map(markdown, row)) for row in rows]
+    lines = text_table([head, ["---"] * len(head), *others], " | ")
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _columns(cell: str) -> int:
+def markdown(text: object) -> str:
+    """Return text as one line that Markdown shows as it is, wherever it comes from."""
+    within_word = r"(?<=[^\W_])_(?=[^\W_])"  # where an underscore means nothing
+    return re.sub(rf"(?!{within_word})[\\`*_\[\]<>|~&$#!]", r"\\\g<0>", printable(text))
+
+
+def columns(cell: str) -> int:
     """Return how many columns of a terminal a text takes; East Asian letters take two."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in cell)
     return len(cell) + wide - sum(map(bool, map(unicodedata.combining, cell)))

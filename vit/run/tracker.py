@@ -22,6 +22,7 @@ from torch.utils.tensorboard.summary import hparams
 from vit.console import warn
 from vit.files import write_atomically
 from vit.run.folder import METRICS_FILE
+from vit.settings import parse
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
 # Scalars that TensorBoard shows first: it sorts tags by name, and all others begin with vit/.
@@ -161,6 +162,6 @@ class Tracker:
 def _step_of(line: bytes) -> float:
     """Return the step of a line of metrics, or infinity if the line is damaged."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+        return int(parse(dict[str, Any], line, METRICS_FILE)["step"])
+    except (ArithmeticError, LookupError, TypeError, ValueError):
         return math.inf
