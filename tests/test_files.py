@@ -2,12 +2,84 @@
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
-from vit.files import seal, unseal, write_atomically
+import vit
+from vit.files import inside, seal, unseal, write_atomically
+
+CODE = Path(vit.__file__).parent
+WRITES = re.compile(
+    r"\b(print|SummaryWriter|FileWriter|save|savez\w*|savetxt|save_file|savefig|imsave|tofile|dump"
+    r"|write_text|write_bytes|copy2|copyfile|copytree|mkstemp|NamedTemporaryFile|fdopen)\("
+    r"|open\(.*[\"'][rbt+]*[wax]|sys\.std\w+\.write"
+)
+ALLOWED = """
+files.py: with temporary.open("xb") as file:
+files.py: Image.fromarray(pixels).save(file, "png")
+run/tracker.py: return SummaryWriter(str(folder), filename_suffix=f".{secrets.token_hex(8)}", **how)
+run/tracker.py: self._metrics = path.open("ab", buffering=0)
+run/sharded.py: save(tensors, storage_writer=writer, planner=planner)
+into files that open_atomically has opened, or that it replaces later
+reporting/attention.py: np.save(file, values.cpu().numpy())
+explain/explanation.py: self.sheet().save(file, formats[suffix], dpi=(200, 200))
+reporting/predictions.py: dataclasses.replace(explanation, name=path.name).save(sheet)
+reporting/export_formats.py: program.save(path)
+reporting/export_formats.py: torch.export.save(_trace(classifier), path, extra_files=metadata(classifier))
+into memory
+explain/explanation.py: self.sheet().save(buffer, "PNG")
+data/corruptions.py: Image.fromarray(image).save(file := io.BytesIO(), "JPEG", quality=round(quality))
+run/checkpoint.py: torch.save({**vars(checkpoint), **plain}, buffer)
+run/tracker.py: Image.fromarray(value).save(file, "png", compress_level=1)
+model_file.py: data = safetensors.torch.save(tensors, metadata)
+reporting/export_formats.py: write_atomically(folder / "model.safetensors", safetensors.torch.save(weights))
+reporting/corruptions.py: np.savez_compressed(content, settings=settings, **found)  # type: ignore[arg-type]
+tensorboard_plugin/records.py: Image.fromarray(pixels).save(file, "png")
+tensorboard_plugin/encoding.py: with archive.open(f"{name}.npy", "w") as member:
+texts
+model/timm_model.py: 'python -c "import timm; print(*timm.list_models())"'
+pretrained/sources.py: "state dict by itself with torch.save(model.state_dict(), FILE)"
+"""  # noqa: E501
+
+
+def test_nothing_is_written_or_printed_another_way() -> None:
+    """Files are written by vit/files.py and text is printed by vit/console.py, see there why."""
+    lines = [
+        f"{file.relative_to(CODE).as_posix()}: {line.strip()}"
+        for file in sorted(CODE.rglob("*.py"))
+        for line in file.read_text().splitlines()
+        if WRITES.search(line) and "def save(" not in line
+    ]
+    assert [line for line in lines if line not in ALLOWED.splitlines()] == []
+
+
+def test_a_link_in_place_of_a_file_is_replaced_and_one_in_place_of_a_folder_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "victim").write_bytes(b"mine")
+    (tmp_path / "file").symlink_to("victim")
+    write_atomically(tmp_path / "file", b"new")
+    assert (tmp_path / "victim").read_bytes() == b"mine" and not (tmp_path / "file").is_symlink()
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    for target in ("../elsewhere", "../missing"):
+        link = tmp_path / "run" / "eval"
+        link.symlink_to(target)
+        for names in (("eval",), ("eval", "deep")):
+            with pytest.raises(ValueError, match="run/eval is a link; delete it"):
+                inside(tmp_path / "run", *names)
+        link.unlink()
+    (tmp_path / "linked").symlink_to("run")
+    assert inside(tmp_path / "linked", "eval") == tmp_path / "linked" / "eval"
+
+
+def test_the_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    write_atomically(tmp_path / "file", b"")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 @pytest.mark.parametrize("broken", ["open", "fsync", "replace"])

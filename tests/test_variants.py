@@ -4,13 +4,16 @@ Shapes: B images, H heads, N tokens, d head width.
 """
 
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from timm.layers.diff_attention import DiffAttention
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -32,8 +35,8 @@ from vit.model.vit import VisionTransformer
 from vit.model_file import load
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
-from vit.run.checkpoint import checkpoint_paths
-from vit.training.config import Config, OptimConfig
+from vit.run.checkpoint import checkpoint_paths, read_checkpoint, save_checkpoint
+from vit.training.config import Config, OptimConfig, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.train import train
 
@@ -227,6 +230,48 @@ def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, m
     (run / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"another config \(attention_code: "):
         train(small_run(run, "code/mine.py:cube"))
+
+
+@pytest.mark.slow
+def test_only_a_file_that_the_caller_names_is_executed(tmp_path, registry, monkeypatch):
+    """Not one that a config in a run folder, a model file or a checkpoint names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CUBE)
+    first = small_run(tmp_path / "first", "mine.py:cube")
+    train(first)
+    del variants.ATTENTION["mine.py:cube"]
+
+    run, proof = tmp_path / "run", tmp_path / "proof"
+    plain = small_run(run, "dot")
+    fine = replace(plain, model=replace(plain.model, pretrained="first"))
+    hostile = replace(fine, model=replace(fine.model, attention="run/data/mine.py:cube"))
+    shutil.copytree(first.out, run)
+    (run / "data").mkdir()
+    (run / "data/mine.py").write_text(
+        f"import pathlib; pathlib.Path({str(proof)!r}).touch()\n{CUBE}"
+    )
+    (run / "model.safetensors").unlink()
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(hostile)))
+    (path,) = checkpoint_paths(run)
+    save_checkpoint(run, replace(read_checkpoint(path), config=hostile))
+    message = "model.attention: mine.py:cube is not known here"
+    for config, overwrite in ((fine, False), (fine, True), (plain, False)):
+        with pytest.raises(ValueError, match=f"{message}|unfinished run with other data"):
+            train(config, overwrite)
+    for stored in (run, path, run / "config.yaml"):
+        with pytest.raises(ValueError, match=r"is not known here|is not a checkpoint"):
+            load(stored)
+    assert not proof.exists()
+
+    # A file of the same name that the caller names takes its place, whatever its folder.
+    named = replace(fine, model=replace(fine.model, attention="mine.py:cube"))
+    train(replace(named, out="second"))
+    train(named, overwrite=True)
+    (run / "model.safetensors").unlink()
+    train(named)  # resumes
+    assert not proof.exists()
+    train(replace(hostile, out="third"))
+    assert proof.exists()  # it would have run
 
 
 @pytest.mark.parametrize(

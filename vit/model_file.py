@@ -39,7 +39,7 @@ from vit.run.checkpoint import (
     read_checkpoint,
 )
 from vit.run.folder import MODEL_FILE
-from vit.settings import ClassNames, Steps, Text, group, parse, suggest
+from vit.settings import ClassNames, Steps, Text, group, parse, shorten, suggest
 from vit.training.config import Config, StoredConfig
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
@@ -176,7 +176,7 @@ def _build(
         model = build_model(config, preprocess, num_classes)
         model.load_state_dict(weights)
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = shorten(error, 300)
         raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
     return model
 

@@ -3,9 +3,10 @@
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from vit.console import printable
@@ -14,7 +15,8 @@ from vit.settings import shorten
 LONGEST_NAME = 40  # characters of a class name in a table
 
 
-Interval: TypeAlias = tuple[float, float] | None
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+Interval: TypeAlias = tuple[Number, Number] | None
 
 
 class _Optional(TypedDict, total=False):
@@ -31,28 +33,38 @@ class _Optional(TypedDict, total=False):
 
 
 class _Class(_Optional):
-    recall: float | None
-    precision: float | None
+    recall: Number | None
+    precision: Number | None
     n: int
 
 
 class _Probabilities(_Optional):
-    temperature: float
-    loss: float
-    ece: float
+    temperature: Number
+    loss: Number
+    ece: Number
 
 
-class StoredReport(_Optional):
-    """What is read from report.json again; other fields are ignored, and old files lack some."""
-
+class _Report(_Optional):
     n: int
-    accuracy: float
-    top5_accuracy: float
-    balanced_accuracy: float
-    macro_f1: float
-    images_per_second: float
+    accuracy: Number
+    top5_accuracy: Number
+    balanced_accuracy: Number
+    macro_f1: Number
+    images_per_second: Number
     per_class: dict[str, _Class]
     confusion_matrix: list[list[int]]
+
+
+def _square(report: _Report) -> _Report:
+    """Check that the confusion matrix has a row and a column for each class."""
+    size = len(report["per_class"])
+    if size < 2 or [len(row) for row in report["confusion_matrix"]] != [size] * size:
+        raise ValueError(f"confusion_matrix must have {size} rows and columns, at least 2")
+    return report
+
+
+# What is read from report.json again; other fields are ignored, and old files lack some.
+StoredReport: TypeAlias = Annotated[_Report, AfterValidator(_square)]
 
 
 class Part(NamedTuple):
@@ -87,7 +99,8 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 def markdown(text: object) -> str:
     """Return text as one line that Markdown shows as it is, wherever it comes from."""
     within_word = r"(?<=[^\W_])_(?=[^\W_])"  # where an underscore means nothing
-    return re.sub(rf"(?!{within_word})[\\`*_\[\]<>|~&$#!]", r"\\\g<0>", printable(text))
+    special = rf"(?!{within_word})[\\`*_\[\]<>|~&$#!]"
+    return re.sub(special, lambda found: f"&#{ord(found[0])};", printable(text))
 
 
 def columns(cell: str) -> int:

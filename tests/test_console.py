@@ -1,0 +1,126 @@
+"""Names of others: none controls a terminal, breaks a table, or becomes Markdown."""
+
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+import markdown as python_markdown
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from command_line import Call
+from vit.console import note, printable, say
+from vit.reporting.tables import columns, markdown, markdown_table, text_table
+from vit.training.config import from_dict
+from vit.training.train import train
+
+CLASSES = (
+    "\x1b]52;c;aGVsbG8=\x07", "\u202egnp.exe", "a\nerror: b", "猫|dog", "```",
+    "<img src=x onerror=a()>", "[x](javascript:a())", "**b** _c_ `d`", "=1+1", "e\u0301\u200b",
+)  # fmt: skip
+
+
+def test_what_is_printed_cannot_control_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a\x1b[2J\r\n\u202eb 猫é")
+    note("c\nd\x9b31m\udcff")
+    assert capsys.readouterr() == ("a\\x1b[2J\\r\n\\u202eb 猫é\n", "c d\\x9b31m\\udcff\n")
+    for encoding, expected in (("ascii", b"\\xe9 \\u732b\n"), ("cp1252", b"\xe9 \\u732b\n")):
+        say("é 猫", file=(stream := io.TextIOWrapper(io.BytesIO(), encoding, newline="")))
+        assert stream.detach().getvalue() == expected
+
+
+@given(st.text())
+def test_any_text_is_one_line_of_printable_characters(text: str) -> None:
+    line = printable(text)
+    assert line.isprintable()
+    assert printable(line) == line
+    plain = text.isprintable() and text == " ".join(text.split())
+    assert line == text if plain else line != text
+
+
+@given(st.lists(st.text(), min_size=2, max_size=4))
+def test_tables_are_aligned_whatever_their_cells(cells: list[str]) -> None:
+    rows = [["name", "b"], *([cell, str(number)] for number, cell in enumerate(cells))]
+    lines = text_table(rows)
+    assert len(lines) == len(rows) and len({columns(line) for line in lines}) == 1
+
+
+@given(st.text(st.sampled_from("ab_*`[]()<>|!&~#$\\\n \t-:.x")))
+def test_markdown_shows_any_text_as_it_is(text: str) -> None:
+    page = python_markdown.markdown(f"x {markdown(text)} y")
+    assert "<" not in page[3:-4] and html.unescape(page) == f"<p>x {printable(text)} y</p>"
+
+
+def test_a_cell_stays_a_cell() -> None:
+    table = markdown_table([["class", "n"], *([name, "1"] for name in CLASSES)])
+    page = python_markdown.markdown(table, extensions=["tables"])
+    assert page.count("<tr>") == 1 + len(CLASSES) and page.count("<td>") == 2 * len(CLASSES)
+    assert "<img" not in page and "<a" not in page and "<strong>" not in page
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six pictures of each class, and one that cannot be read."""
+    root, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for number, name in enumerate(6 * CLASSES):
+        path = root / name / f"\x1b[31m{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(random.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
+    (root / CLASSES[0] / "\x1b[2Jbad\n.png").touch()
+    return root
+
+
+def shown(text: str) -> list[str]:
+    """Check that text is made of whole lines of printable characters; return them."""
+    assert text.replace("\n", "").isprintable(), text
+    assert not any(line.startswith("error: b") for line in text.splitlines())
+    return text.splitlines()
+
+
+def test_every_command_prints_the_names_of_others_as_text(
+    pictures: Path, tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "<b>\x1b[1m"
+    model = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
+    settings: dict[str, Any] = {
+        "data": {
+            "name": "folder", "root": str(pictures), "image_size": 16, "val_size": 10,
+            "on_bad_image": "skip",
+        },
+        "train": {"epochs": 1, "batch_size": 8, "device": "cpu", "small_share": 0, "whiten": False},
+        "track": {"probes": 1, "milestones": 1, "live_mb": 0},
+    }  # fmt: skip
+    train(from_dict({"out": str(run), "model": model, **settings}))
+    trained = capsys.readouterr()
+    assert any("\\x1b[2Jbad" in line for line in shown(trained.err)) and shown(trained.out)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes())
+    for words in (
+        ("report", "--coverage", "0.1"), ("maps", "--faithfulness", "0", "--probes", "2"),
+        ("predict", pictures), ("photo", pictures / CLASSES[0]), ("heads",), ("compare", other),
+        ("export", "hub"),
+    ):  # fmt: skip
+        ended = call(run, *words)
+        assert ended.code == 0 and shown(ended.out), ended
+        shown(ended.error)
+        if words[0] == "report":
+            table = [line for line in ended.out.splitlines() if "%" in line and "(" in line]
+            assert any(line.startswith("\\x1b]52;c;aGVsbG8=\\x07 ") for line in table)
+    refused = call(run, "photo", pictures / CLASSES[1], "--target", "\x1b]0;x\x07")
+    assert refused.code == 2 and len(shown(refused.error)) == 1
+
+    card = (run / "export/hub/README.md").read_text()
+    page = python_markdown.markdown(card.split("---\n", 2)[2], extensions=["tables", "fenced_code"])
+    assert page.count("<h1>") == 1 and page.count("<h2>") == 4
+    for part in ("<img", "<a ", "<strong>", "<em>", "<li>", "\x1b"):
+        assert part not in page, part
+    assert 'hf-hub:OWNER/<b>\\u001b[1m"' in html.unescape(page)
+    (folder,) = (run / "eval").glob("compare_*")
+    page = python_markdown.markdown((folder / "comparison.md").read_text(), extensions=["tables"])
+    assert page.count("<tr>") == 3 and "<b>" not in page

@@ -1,0 +1,287 @@
+"""Files of others: each field of each of them is checked, and a wrong one is named in one line."""
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from models import save_untrained
+from small_runs import small
+from vit.calibration import Calibration
+from vit.data.images import ImageSet
+from vit.files import seal
+from vit.model_file import BLANK, DIGEST_KEY, METADATA_KEY, load_model
+from vit.reporting.model_card import model_card
+from vit.reporting.report import write_report
+from vit.run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from vit.run.folder import stored_config
+from vit.run.resume import check_run
+from vit.run.sharded import SUMS_FILE
+from vit.training.config import to_dict
+
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
+REMOVED = "removed"
+VALUES = {
+    "null": None, "true": True, "minus": -1, "zero": 0, "three": 3, "large": 10**30, "huge": 1e308,
+    "nan": math.nan, "infinite": -math.inf, "empty": "", "escape": "x\x1b]52;c;x\x07",
+    "long": "a" * 5000, "list": [], "mixed": [1, None], "twice": ["a", "a"], "dict": {},
+    "dict of list": {"x": [1]}, "dict of dict": {"x": {"y": None}}, "deep": DEEP,
+    REMOVED: None,
+}  # fmt: skip
+
+
+def variants(content: Any, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a file may contain instead: one field removed, added or replaced, at any depth."""
+
+    def places(part: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        yield path
+        if isinstance(part, dict):
+            for key in part:
+                yield from places(part[key], (*path, key))
+        elif isinstance(part, list | tuple) and part:
+            yield from places(part[0], (*path, 0))
+
+    for path in places(content, ()):
+        for name, value in values.items():
+            whole = {"": copy.deepcopy(content)}
+            *above, last = ("", *path)
+            owner: Any = whole
+            for key in above:
+                if isinstance(owner[key], tuple):
+                    owner[key] = list(owner[key])
+                owner = owner[key]
+            if name != REMOVED:
+                owner[last] = value
+            elif path:
+                del owner[last]
+            yield f"{'.'.join(map(str, path))}: {name}", whole[""]
+    yield "new field", {**content, "new": 1}
+
+
+def outcomes(
+    content: Any,
+    write: Callable[[Any], Path],
+    read: Callable[[], Any],
+    values: dict[str, Any] = VALUES,
+    free: tuple[str, ...] = (),
+) -> dict[str, str]:
+    """Write and read each variant of a file; return the messages of those that are refused.
+
+    Each field must refuse something, except for those that are free.
+    """
+    refused, names = {}, []
+    for name, variant in variants(content, values):
+        names.append(name)
+        path = write(variant)
+        try:
+            read()
+        except ValueError as error:
+            line = str(error)
+            assert "\n" not in line and len(line) < 1000, (name, line)
+            assert str(path) in line, (name, line)
+            assert "pydantic" not in line and "__init__" not in line, (name, line)
+            refused[name] = line
+    checked = {name.partition(":")[0] for name in refused}
+    assert {name.partition(":")[0] for name in names} - checked == {*free}
+    return refused
+
+
+def write_model(path: Path, about: str, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a model file with any metadata and a digest that is right."""
+    data = safetensors.torch.save(tensors, {METADATA_KEY: about, DIGEST_KEY: BLANK})
+    digest = hashlib.sha256(data).hexdigest()
+    path.write_bytes(data.replace(BLANK.encode(), digest.encode(), 1))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a calibration."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 10, generator=random)
+    calibration = Calibration.fit(logits, logits.argmax(dim=1))
+    calibration = replace(
+        calibration,
+        energies=calibration.energies[:20],
+        quantiles={kind: values[:20] for kind, values in calibration.quantiles.items()},
+    )
+    folder = tmp_path_factory.mktemp("model")
+    tiny = {"embed_dim": 12, "depth": 1, "num_heads": 2, "patch_size": 16, "mlp_ratio": 1}
+    return save_untrained(folder, tiny, calibration=calibration) / "model.safetensors"
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    with safetensors.safe_open(path, "pt") as file:
+        content: dict[str, Any] = json.loads(file.metadata()[METADATA_KEY])
+    return content
+
+
+def use(path: Path) -> None:
+    """Load a model and use all that its metadata say."""
+    classifier = load_model(path, "cpu", "float32").classifier
+    photo = np.zeros((40, 30, classifier.preprocess.channels), dtype=np.uint8)
+    assert set(classifier.predict(photo, 3)) <= set(classifier.classes)
+    logits = classifier.logits(classifier.preprocess.resize(photo)[None])
+    if classifier.calibration:
+        assert classifier.calibration.familiarity(logits).isfinite().all()
+        # Fewer scores than for this coverage are allowed, and refused when it is asked for.
+        with contextlib.suppress(ValueError):
+            classifier.calibration.sets(logits, torch.full((1,), 0.5), 0.02)
+
+
+def test_every_field_of_a_model_file(model: Path, tmp_path: Path) -> None:
+    about, weights = metadata_of(model), safetensors.torch.load_file(model)
+    path = tmp_path / "model.safetensors"
+    # The settings of a config are checked as those of a command; some of their kinds are enough.
+    about["config"] = {"data": {"name": "shapes"}, "model": about["config"]["model"], "out": "x"}
+    refused = outcomes(
+        about,
+        lambda content: write_model(path, json.dumps(content), weights),
+        lambda: use(path),
+    )
+    for field in ("config", "classes", "step"):
+        assert "missing" in refused[f"{field}: removed"]
+    for field in ("classes", "preprocess", "config.model", "calibration", "step"):
+        assert {f"{field}: list", f"{field}: long"} <= refused.keys()
+    assert "later version" in refused["new field"]
+    for text in ("", "{", "null", "[]", "1", "[" * 100_000, '{"step": 1e999}'):
+        write_model(path, text, weights)
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            load_model(path)
+
+
+def test_a_file_claims_no_more_than_its_weights(model: Path, tmp_path: Path) -> None:
+    about, weights = metadata_of(model), safetensors.torch.load_file(model)
+    claims: list[dict[str, Any]] = [
+        {"embed_dim": 10_000, "depth": 1000, "num_heads": 1},
+        {"name": "timm:vit_tiny_patch16_224", "timm_args": {"depth": 1_000_000}},
+        {"name": "timm:vit_tiny_patch16_224", "timm_args": {"embed_dim": 3_000_000}},
+        {"name": "timm:resnet18", "timm_args": {"layers": [10**6, 1, 1, 1]}},
+    ]
+    for claim in claims:
+        changed = {**about, "config": {"data": {"name": "shapes"}, "model": claim}}
+        path = write_model(tmp_path / "model.safetensors", json.dumps(changed), weights)
+        with pytest.raises(ValueError, match=r"model\.safetensors: the weights do not fit"):
+            load_model(path)
+
+
+def checkpoint_of(model: Path) -> Checkpoint:
+    about, weights = metadata_of(model), safetensors.torch.load_file(model)
+    environment = {"processes": 1, "device": "cpu", "precision": "torch.float32", "threads": 1}
+    return Checkpoint(
+        step=1, config=about["config"], classes=about["classes"], model=weights, total_steps=10,
+        environment={**environment, "compiled": False, "steps_per_epoch": 5, "attention_code": "a"},
+        preprocess=about["preprocess"], points=torch.zeros(1, 2),
+    )  # fmt: skip
+
+
+def test_every_field_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint_of(model))
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+    content["config"] = {"data": {"name": "shapes"}, "model": content["config"]["model"]}
+    content["model"] = {key: content["model"][key] for key in list(content["model"])[:2]}
+
+    def write(variant: Any) -> Path:
+        torch.save(variant, buffer := io.BytesIO())
+        path.write_bytes(seal(buffer.getvalue()))
+        return path
+
+    refused = outcomes(content, write, lambda: read_checkpoint(path), free=("folder",))
+    for field in ("config", "classes", "model", "ema", "environment", "preprocess", "step"):
+        assert {f"{field}: list", f"{field}: escape"} <= refused.keys()
+    assert "later version" in refused["new field"]
+    write({**content, "folder": str(tmp_path)})
+    assert read_checkpoint(path).folder is None  # whatever the file says
+
+
+def test_every_field_of_a_checkpoint_that_is_a_folder(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step_00000001"
+    folder.mkdir(parents=True)
+    state = {
+        key: value for key, value in vars(checkpoint_of(model)).items()
+        if key not in ("model", "ema", "optimizers", "folder")
+    }  # fmt: skip
+    state |= {"points": [[1.0, 0.5]], "preprocess": state["preprocess"].to_dict()}
+    state["config"] = {"data": {"name": "shapes"}}
+
+    def write(variant: Any) -> Path:
+        (folder / "state.json").write_text(json.dumps(variant))
+        digest = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
+        (folder / SUMS_FILE).write_text(f"{digest}  state.json\n")
+        return folder
+
+    refused = outcomes(state, write, lambda: read_checkpoint(folder, tensors=False))
+    assert {"points: three", "environment.threads: list"} <= refused.keys()
+    write(state)
+    assert read_checkpoint(folder, tensors=False).step == 1
+
+
+def test_every_field_of_a_runs_config(tmp_path: Path) -> None:
+    config = small(tmp_path / "run")
+    run, plain = tmp_path / "run", json.loads(json.dumps(to_dict(config)))
+    run.mkdir()
+
+    def write(variant: Any) -> Path:
+        (run / "config.yaml").write_text(json.dumps(variant))  # which is YAML, too
+        return run / "config.yaml"
+
+    kinds = ("removed", "null", "list", "dict", "deep", "escape", "nan")  # reading YAML is slow
+    values = {name: VALUES[name] for name in kinds}
+    # Without these groups, a file is not the config of a run.
+    groups = ("", "data", "model", "optim", "train")
+    refused = outcomes(plain, write, lambda: stored_config(run), values, free=groups)
+    assert "later version" in refused["new field"] and len(refused) > 300
+    write(plain)
+    assert stored_config(run) == config
+    for text in (
+        "a: &a [x]\n" + "\n".join(f"{b}: &{b} [{', '.join(['*a'] * 9)}]" for b in "bcdefgh"),
+        "data: &a\n  x: *a\n", "[" * 100_000, "data: [" * 5000, "\x00", "data: {model: }",
+    ):  # fmt: skip
+        (run / "config.yaml").write_text(text)
+        assert stored_config(run) is None
+        with pytest.raises(ValueError, match="contains files other than a run"):
+            check_run(config, overwrite=True, environment={})
+
+
+def test_every_field_of_a_report_that_is_read_again(model: Path) -> None:
+    saved = load_model(model, "cpu", "float32")
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=random)
+    images = ImageSet(pixels, torch.arange(20) % 10, saved.classifier.classes)
+    file = model.parent / "eval" / "report.json"
+    write_report(saved.classifier, images, file.parent, step=1)
+    content = json.loads(file.read_text())
+    for part in ("mistakes", "reliability", "loss", "loss_95", "ece", "ece_95"):
+        del content[part]  # which nothing reads again
+    for row in content["calibration"].values():
+        del row["reliability"]
+    content["per_class"] = {name: content["per_class"][name] for name in ("arrow", "circle")}
+    content["confusion_matrix"] = [[3, 1], [0, 4]]
+
+    def write(variant: Any) -> Path:
+        file.write_text(json.dumps(variant))
+        return file
+
+    outcomes(content, write, lambda: model_card(saved), free=("new field",))
+
+
+def test_yaml_aliases_are_refused_where_a_command_reads_them(tmp_path: Path) -> None:
+    from command_line import refused
+
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 30))]
+    (tmp_path / "bomb.yaml").write_text("model:\n  timm_args:\n    " + "\n    ".join(lines))
+    refused(["--config", str(tmp_path / "bomb.yaml")], "is not YAML: aliases")

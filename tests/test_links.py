@@ -1,0 +1,185 @@
+"""Links in a folder of somebody else: no command writes, or deletes, anything through them."""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from command_line import Call
+from vit.run.tracker import event_writer
+from vit.training.config import Config, from_dict
+from vit.training.train import train
+
+MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "report": ("report", "--unfamiliar", "noise", "--corruptions"),
+    "maps": ("maps", "--faithfulness", "3"),
+    "photo": ("photo", "PHOTO"),
+    "predict": ("predict", "PHOTO"),
+    "compare": ("compare", "OTHER", "--corruptions"),
+    "heads": ("heads", "--images", "4"),
+    "export": ("export", "timm", "torch", "html", "hub"),
+}
+
+
+def config_of(out: Path, root: Path) -> Config:
+    settings: dict[str, Any] = {
+        "data": {"name": "folder", "root": str(root), "image_size": 16, "val_size": 6},
+        "train": {"epochs": 1, "batch_size": 8, "device": "cpu", "small_share": 0, "whiten": False},
+        "track": {"probes": 1, "milestones": 1, "live_mb": 0},
+    }
+    return from_dict({"out": str(out), "model": MODEL, **settings})
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty pictures of each of two classes."""
+    root, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for number in range(40):
+        path = root / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(random.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Path:
+    """A finished run."""
+    run = tmp_path_factory.mktemp("stored") / "run"
+    train(config_of(run, pictures))
+    return run
+
+
+def content(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """What is in a folder, and when it was written."""
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in folder.rglob("*")
+    }
+
+
+def written(run: Path, work: Callable[[], object]) -> tuple[list[Path], list[Path]]:
+    """List the files and folders that work writes into a run."""
+    before = {path: path.lstat().st_mtime_ns for path in run.rglob("*")}
+    work()
+    changed = [p for p in run.rglob("*") if before.get(p) != p.lstat().st_mtime_ns]
+    folders = {path.parent for path in changed if path.is_file()} - {run}
+    return [path for path in changed if path.is_file()], sorted(folders)
+
+
+def plant(path: Path, target: Path) -> None:
+    """Put a link in place of a file or folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def check(run: Path, home: Path, fresh: Callable[[], None], work: Callable[[], str]) -> None:
+    """Let work run into links at every place where it writes, and look at what they lead to."""
+    fresh()
+    files, folders = written(run, work)
+    assert files
+    # As if the command had written them before; names of event files are random.
+    mine = {path: path.read_bytes() for path in files if "tfevents" not in path.name}
+    for dangling in (False, True):
+        fresh()
+        home.mkdir()
+        for number, (path, data) in enumerate(mine.items()):
+            # Earlier versions wrote to .NAME.tmp first.
+            for place in (path, path.with_name(f".{path.name}.tmp")):
+                victim = home / f"{number}{place.suffix}"
+                if not dangling:
+                    victim.write_bytes(data)
+                plant(place, victim)
+        before = content(home)
+        work()
+        assert content(home) == before
+        shutil.rmtree(home)
+    for folder in folders:
+        fresh()
+        home.mkdir()
+        for path, data in mine.items():
+            if path.parent == folder:
+                (home / path.name).write_bytes(data)
+        plant(folder, home)
+        before = content(home)
+        assert f"{folder} is a link; delete it" in work()
+        assert content(home) == before, folder
+        shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_writes_through_no_link(
+    name: str, stored: Path, pictures: Path, tmp_path: Path, call: Call
+) -> None:
+    run, words = tmp_path / "run", {"PHOTO": pictures / "a" / "0.png", "OTHER": stored}
+
+    def fresh() -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(stored, run, symlinks=True)
+
+    def work() -> str:
+        ended = call(run, *(words.get(word, word) for word in COMMANDS[name]))
+        assert ended.code == 0 or (ended.code == 2 and ended.error.startswith("error: out: "))
+        return ended.error
+
+    check(run, tmp_path / "home", fresh, work)
+
+
+@pytest.mark.parametrize("how", ["overwrite", "resume"])
+def test_training_writes_through_no_link(
+    how: str, stored: Path, pictures: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
+    def fresh() -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(stored, run, symlinks=True)
+        if how == "resume":
+            (run / "model.safetensors").unlink()
+
+    def work() -> str:
+        try:
+            train(config_of(run, pictures), overwrite=how == "overwrite")
+        except ValueError as error:
+            assert str(error).startswith("out: ")
+            return str(error)
+        return ""
+
+    check(run, tmp_path / "home", fresh, work)
+
+
+def test_a_run_folder_that_its_user_has_linked_works(
+    stored: Path, tmp_path: Path, call: Call
+) -> None:
+    shutil.copytree(stored, tmp_path / "scratch" / "runs" / "run")
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch" / "runs")
+    assert call(tmp_path / "runs" / "run", "heads", "--images", "4").code == 0
+    assert (tmp_path / "scratch" / "runs" / "run" / "eval" / "heads.json").is_file()
+
+
+def test_results_stay_beside_a_model_file_that_is_a_link(
+    stored: Path, tmp_path: Path, call: Call
+) -> None:
+    shutil.copytree(stored, tmp_path / "mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").symlink_to(tmp_path / "mine" / "model.safetensors")
+    before = content(tmp_path / "mine")
+    assert call(tmp_path / "run", "report").code == 0
+    assert content(tmp_path / "mine") == before and (tmp_path / "run/eval/report.json").is_file()
+
+
+def test_nobody_can_guess_the_name_of_an_event_file(tmp_path: Path) -> None:
+    names = set()
+    for _ in range(3):
+        with contextlib.closing(event_writer(tmp_path)) as writer:
+            writer.add_scalar("a", 1.0)
+    names = {path.name.rpartition(".")[2] for path in tmp_path.iterdir()}
+    assert len(names) == 3 and all(len(bytes.fromhex(name)) == 8 for name in names)
