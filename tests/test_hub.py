@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     (measured,) = yaml.safe_load(metadata)["model-index"][0]["results"]
     assert measured["metrics"] == [{"type": "accuracy", "value": 1.0}]
     assert measured["dataset"]["name"] == "cifar10"
-    assert metrics_table(json.loads(content)) in text
+    assert textwrap.indent(metrics_table(json.loads(content)), "    ") in text
     assert f"{saved.step:,} optimizer steps on `cifar10`" in text
     (tmp_path / "eval/report.json").write_text(json.dumps({**json.loads(content), "flip": True}))
     assert "Not measured." in model_card(saved)  # not as the code in the card classifies

@@ -70,15 +70,15 @@ def test_a_batch_is_divided_among_processes_and_micro_batches(tmp_path: Path) ->
 
 
 def test_a_run_keeps_its_number_of_processes() -> None:
-    assert choose_processes(settings(), {"train": {"processes": 3}}, 64) == 3
-    assert choose_processes(settings(), {"train": {}}, 64) == 1  # of an older version
-    assert choose_processes(settings(processes=2), {"train": {"processes": 3}}, 64) == 2
+    assert choose_processes(settings(), settings(processes=3), 64) == 3
+    assert choose_processes(settings(), settings(), 64) == 1  # of an older version
+    assert choose_processes(settings(processes=2), settings(processes=3), 64) == 2
 
 
 def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit.training.start.choose_device", lambda _: torch.device("cuda"))
     assert choose_processes(settings(), None, 2) == 1
-    assert choose_processes(settings(), {"train": {"processes": 2}}, 2) == 1  # begun on a CPU
+    assert choose_processes(settings(), settings(processes=2), 2) == 1  # begun on a CPU
     with pytest.raises(ValueError, match=r"train\.processes: 2 is only for a CPU.*torchrun"):
         choose_processes(settings(processes=2), None, 2)
 
