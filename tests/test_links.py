@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from command_line import Call
+from vit.run.sharded import read_state, write_folder
 from vit.run.tracker import event_writer
 from vit.training.config import Config, from_dict
 from vit.training.train import train
@@ -183,3 +185,15 @@ def test_nobody_can_guess_the_name_of_an_event_file(tmp_path: Path) -> None:
             writer.add_scalar("a", 1.0)
     names = {path.name.rpartition(".")[2] for path in tmp_path.iterdir()}
     assert len(names) == 3 and all(len(bytes.fromhex(name)) == 8 for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_sharded_checkpoint_is_not_written_through_a_link(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoints" / "step_00000001"
+    (home := tmp_path / "home").mkdir()
+    (home / "mine").touch()
+    for link in (target, target.with_name(f".{target.name}.tmp")):
+        plant(link, home)
+    write_folder(target, {"a": torch.zeros(2)}, {"step": 1}, main=True)
+    assert [path.name for path in home.iterdir()] == ["mine"]
+    assert read_state(target) == {"step": 1} and not target.is_symlink()

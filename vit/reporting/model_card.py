@@ -15,9 +15,8 @@ from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
-from vit.reporting.tables import StoredReport, markdown, metrics_table
+from vit.reporting.tables import markdown, metrics_table, read_report
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
-from vit.settings import parse
 from vit.training.config import Config, to_dict
 
 LIBRARY = "vit-from-scratch"
@@ -98,7 +97,7 @@ def model_card(saved: SavedModel) -> str:
     classifier = saved.classifier
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     measured = saved.finished and file.exists()
-    report = parse(StoredReport, file.read_bytes(), file) if measured else {}
+    report = read_report(file) if measured else {}
     if report.get("flip"):  # which the code in the card does not do
         report = {}
     rows, columns = classifier.preprocess.image_size
@@ -120,7 +119,7 @@ def model_card(saved: SavedModel) -> str:
 def _results(report: dict[str, Any]) -> str:
     """Format a report as text in Markdown."""
     tables = [metrics_table(report)]
-    if "calibration" in report:  # not in old reports
+    if report["calibration"]:  # not in old reports
         tables.append(calibration_table(report["calibration"]))
     # Indented, because a class could be named ``` and end a fence.
     return "On the test images:\n\n" + textwrap.indent("\n\n".join(tables), "    ")

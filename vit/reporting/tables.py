@@ -3,68 +3,51 @@
 import re
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from pydantic import AfterValidator, Field
-from typing_extensions import TypedDict
+from pydantic import Field, create_model
 
 from vit.console import printable
-from vit.settings import shorten
+from vit.settings import parse, shorten
 
 LONGEST_NAME = 40  # characters of a class name in a table
 
 
 Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
-Interval: TypeAlias = tuple[Number, Number] | None
 
 
-class _Optional(TypedDict, total=False):
-    accuracy_95: Interval
-    top5_accuracy_95: Interval
-    balanced_accuracy_95: Interval
-    macro_f1_95: Interval
-    recall_95: Interval
-    precision_95: Interval
-    loss_95: Interval
-    ece_95: Interval
-    calibration: "dict[str, _Probabilities]"
-    flip: bool
+def _measures(*names: str, kind: Any = Number) -> dict[str, Any]:
+    """Return fields of a pydantic model: measures, and their intervals, which old files lack."""
+    intervals = {f"{name}_95": (tuple[Number, Number] | None, None) for name in names}
+    return dict.fromkeys(names, (kind, ...)) | intervals
 
 
-class _Class(_Optional):
-    recall: Number | None
-    precision: Number | None
-    n: int
+Row: Any = create_model("Row", n=(int, ...), **_measures("recall", "precision", kind=Number | None))
+Probabilities: Any = create_model(
+    "Probabilities", temperature=(Number, ...), **_measures("loss", "ece")
+)
+# What is read from report.json again; other fields are ignored.
+StoredReport = create_model(
+    "StoredReport",
+    n=(int, ...),
+    images_per_second=(Number, ...),
+    per_class=(Annotated[dict[str, Row], Field(min_length=2)], ...),
+    confusion_matrix=(list[list[int]], ...),
+    calibration=(dict[str, Probabilities] | None, None),
+    flip=(bool, False),
+    **_measures("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1"),
+)
 
 
-class _Probabilities(_Optional):
-    temperature: Number
-    loss: Number
-    ece: Number
-
-
-class _Report(_Optional):
-    n: int
-    accuracy: Number
-    top5_accuracy: Number
-    balanced_accuracy: Number
-    macro_f1: Number
-    images_per_second: Number
-    per_class: dict[str, _Class]
-    confusion_matrix: list[list[int]]
-
-
-def _square(report: _Report) -> _Report:
-    """Check that the confusion matrix has a row and a column for each class."""
+def read_report(file: Path) -> dict[str, Any]:
+    """Read report.json as far as it is shown again; errors as for `vit.settings.parse`."""
+    report: dict[str, Any] = parse(StoredReport, file.read_bytes(), file).model_dump()
     size = len(report["per_class"])
-    if size < 2 or [len(row) for row in report["confusion_matrix"]] != [size] * size:
-        raise ValueError(f"confusion_matrix must have {size} rows and columns, at least 2")
+    if [len(row) for row in report["confusion_matrix"]] != [size] * size:
+        raise ValueError(f"{file}: confusion_matrix must have {size} rows and {size} columns")
     return report
-
-
-# What is read from report.json again; other fields are ignored, and old files lack some.
-StoredReport: TypeAlias = Annotated[_Report, AfterValidator(_square)]
 
 
 class Part(NamedTuple):

@@ -48,7 +48,7 @@ def write_folder(
     folder = target.with_name(f".{target.name}.tmp")
     if main:  # before torch's exchange, after which all processes write
         delete(folder)
-        folder.mkdir()  # not a link that was there
+        folder.mkdir(parents=True)  # and no link that was there
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
