@@ -9,33 +9,26 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from vit.seeding import generator
-from vit.settings import CHECKED, Positive, one_line, require
+from vit.settings import Positive, group, require
 
 HOTTEST = 100.0  # largest temperature; 1 / HOTTEST is the smallest
 LEVELS = 1000  # quantiles are stored for coverages of 1/1000, 2/1000 and so on
 PENALTY, FREE_RANKS = 0.01, 5  # of RAPS: each class after the fifth scores 0.01 more than the last
 
 
-@one_line
-@dataclass(frozen=True, config=CHECKED)
+@group("", kw_only=False)
 class Calibration:
-    """What is measured on held-out images at the end of training, and stored in the model file.
+    """What is measured on held-out images at the end of training, and stored in the model file."""
 
-    Attributes:
-        images: Number of held-out images.
-        temperature: What logits are divided by, so that probabilities are calibrated.
-        quantiles: For each kind of `set_scores`, the largest score in a set, by coverage in steps
-            of 1/1000, up to the largest for which there are enough images.
-        energies: The energy of held-out images, see `energy`, ascending: of all, or 1000 quantiles.
-    """
-
-    images: Annotated[int, Field(ge=1)]
-    temperature: Positive
+    images: Annotated[int, Field(ge=1)]  # number of held-out images
+    temperature: Positive  # what logits are divided by, so that probabilities are calibrated
+    # For each kind of `set_scores`, the largest score in a set, by coverage in steps of 1/1000, up
+    # to the largest for which there are enough images.
     quantiles: dict[str, list[float]] = field(hash=False)
+    # The energy of held-out images, see `energy`, ascending: of all, or 1000 quantiles.
     energies: list[float] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:

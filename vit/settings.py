@@ -138,9 +138,8 @@ def unknown(key: str, known: Iterable[str]) -> str:
 
 def _one_line(error: ValidationError, config: Any) -> str:
     """Turn the first of pydantic's errors into one line: key, value, what is allowed."""
-    group = getattr(config, "group", "")
-    known = keys(config, f"{group}.".lstrip("."))
-    path, kind, problem = _first(error, group)
+    known = keys(config, f"{config.group}.".lstrip("."))
+    path, kind, problem = _first(error, config.group)
     if kind == "unexpected_keyword_argument":
         return unknown(path, known)
     # What follows the key is the place of an item in its value.
@@ -224,31 +223,26 @@ def read_yaml(text: bytes | str, source: str) -> Any:
         raise ValueError(f"{source} is not YAML: {shorten(error, 200)}") from None
 
 
-def one_line(cls: type[T]) -> type[T]:
-    """Let a pydantic dataclass, which may have a `group`, raise errors of one line."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def __init__(self: T, *values: Any, **named: Any) -> None:
-        try:
-            init(self, *values, **named)
-        except ValidationError as error:
-            raise ValueError(_one_line(error, cls)) from None
-
-    cls.__init__ = __init__  # type: ignore[assignment]
-    return cls
-
-
 @typing.dataclass_transform(
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
-def group(name: str) -> Callable[[type[T]], type[T]]:
+def group(name: str, *, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
     """Make a frozen dataclass whose values are checked; name is its key, or "" for a config."""
 
     def decorate(cls: type[T]) -> type[T]:
-        made: Any = dataclass(cls, frozen=True, kw_only=True, config=CHECKED)
+        made: Any = dataclass(cls, frozen=True, kw_only=kw_only, config=CHECKED)
         made.group = name
-        return one_line(made)
+        init = made.__init__
+
+        @functools.wraps(init)
+        def __init__(self: T, *values: Any, **named: Any) -> None:
+            try:
+                init(self, *values, **named)
+            except ValidationError as error:
+                raise ValueError(_one_line(error, made)) from None
+
+        made.__init__ = __init__
+        return made
 
     return decorate
 

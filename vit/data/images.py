@@ -26,27 +26,16 @@ TEST_FRACTION = 0.2
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images with labels. Decoding files raises a ValueError that names one that cannot be read.
+    """Images with labels. Decoding files raises a ValueError that names one that cannot be read."""
 
-    Attributes:
-        images: (N, channels, H, W) uint8, or files that are decoded when they are needed.
-        labels: (N,) int64, 0 to C - 1.
-        classes: The C class names.
-        masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
-        origins: The image files, or indices in a published data set; () means 0 to N - 1.
-        folder: The folder that names of files are relative to.
-        fingerprint: Identifies the user's files, see `user_files`; "" for published data sets.
-        split: Whether data.test_fraction decides which of these files are for testing.
-    """
-
-    images: Tensor | ImageFiles
-    labels: Tensor
-    classes: tuple[str, ...]
-    masks: Tensor | None = None
-    origins: tuple[ImageFile | int, ...] = ()
-    folder: str = ""
-    fingerprint: str = ""
-    split: bool = False
+    images: Tensor | ImageFiles  # (N, channels, H, W) uint8, or decoded when they are needed
+    labels: Tensor  # (N,) int64, 0 to C - 1
+    classes: tuple[str, ...]  # the C class names
+    masks: Tensor | None = None  # (N, H, W) bool, True on the object
+    origins: tuple[ImageFile | int, ...] = ()  # files, or indices in a published set; () is 0 to N
+    folder: str = ""  # that names of files are relative to
+    fingerprint: str = ""  # of the user's files, see `user_files`; "" for published data sets
+    split: bool = False  # whether data.test_fraction decides which of these files are for testing
 
     def __len__(self) -> int:
         return len(self.labels)

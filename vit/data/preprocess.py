@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from vit import settings
@@ -25,8 +24,7 @@ FILTERS = "^(nearest|box|bilinear|hamming|bicubic|lanczos)$"  # of Pillow
 Side = Annotated[int, Field(ge=1, le=20_000)]  # pixels
 
 
-@settings.one_line
-@dataclass(frozen=True, config=settings.CHECKED)
+@settings.group("", kw_only=False)
 class Preprocess(ArrayPreprocess):
     """Resize, crop and normalize images for one model, as tensors.
 

@@ -64,19 +64,14 @@ class ImageFiles:
 
     Methods that decode raise a ValueError if a file cannot be read; `problems` and `decode_all` go
     on.
-
-    Attributes:
-        paths: The N files, or members of tar files.
-        preprocess: Crops and resizes the images.
-        workers: Number of processes that decode; 0 decodes in this one. None means one per usable
-            core, less one, 1 to 16, shared by the processes of a run; 0 for fewer than 200 files.
-        device: Where the images are moved to.
     """
 
-    paths: tuple[ImageFile, ...]
-    preprocess: Preprocess
+    paths: tuple[ImageFile, ...]  # the N files, or members of tar files
+    preprocess: Preprocess  # crops and resizes the images
+    # Number of processes that decode; 0 decodes in this one. None means one per usable core, less
+    # one, 1 to 16, shared by the processes of a run; 0 for fewer than 200 files.
     workers: int | None = None
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - where the images are moved to
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BeforeValidator, with_config
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
@@ -24,7 +23,7 @@ from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
 from vit.files import seal, unseal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
-from vit.settings import CHECKED, ClassNames, NonNegative, Steps, Text, one_line, parse
+from vit.settings import CHECKED, ClassNames, NonNegative, Steps, Text, group, parse
 from vit.training.config import StoredConfig, to_dict
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -55,51 +54,34 @@ def _as_pairs(value: Any) -> Tensor:
         raise ValueError("these are not pairs of numbers") from None
 
 
-@one_line
-@dataclass(frozen=True, config=CHECKED)
+@group("", kw_only=False)
 class Checkpoint:
     """The contents of a checkpoint: the state of a run, and what resuming it needs.
 
     A checkpoint of an earlier version may lack the fields that have defaults; it can be evaluated
     but not resumed.
-
-    Attributes:
-        step: Optimizer steps done.
-        config: The config; nested dictionaries are accepted, also those of earlier versions.
-        classes: The class names.
-        model: The weights.
-        ema: The moving average of the weights, or None.
-        optimizers: The state of each optimizer.
-        points: (steps of this epoch, 2): loss and accuracy of each.
-        seconds: Training time so far, in seconds.
-        total_steps: Optimizer steps of the whole run.
-        skipped: Steps skipped because loss or gradient was not finite.
-        skipped_in_a_row: How many of the latest steps were skipped.
-        num_images: Number of training images.
-        fingerprint: Identifies the user's files that the images came from; "" for published sets.
-        environment: What else the results depend on: processes, device and precision.
-        preprocess: How images become the model's input.
-        folder: Where the tensors of a sharded run are; then model, ema and optimizers are empty
-            unless they were asked for. None for a checkpoint that is one file.
     """
 
-    step: Steps
+    step: Steps  # optimizer steps done
     config: StoredConfig
     classes: ClassNames
-    model: dict[str, Tensor]
-    ema: dict[str, Tensor] | None = None
-    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    model: dict[str, Tensor]  # the weights
+    ema: dict[str, Tensor] | None = None  # their moving average
+    optimizers: list[dict[str, Any]] = field(default_factory=list)  # the state of each
+    # Loss and accuracy of each step of this epoch, (N, 2).
     points: Annotated[Tensor, BeforeValidator(_as_pairs)] = field(
         default_factory=lambda: torch.empty(0, 2)
     )
-    seconds: NonNegative = 0.0
-    total_steps: Steps | None = None
-    skipped: Steps = 0
-    skipped_in_a_row: Steps = 0
-    num_images: Steps = 0
-    fingerprint: Text = ""
+    seconds: NonNegative = 0.0  # of training so far
+    total_steps: Steps | None = None  # of the whole run
+    skipped: Steps = 0  # steps whose loss or gradient was not finite
+    skipped_in_a_row: Steps = 0  # of the latest steps
+    num_images: Steps = 0  # for training
+    fingerprint: Text = ""  # of the user's files, see `vit.data.images.user_files`
     environment: Environment = field(default_factory=Environment)
     preprocess: Preprocess | None = None
+    # Where the tensors of a sharded run are; then model, ema and optimizers are empty unless they
+    # were asked for. None for a checkpoint that is one file.
     folder: Path | None = None
 
 

@@ -30,25 +30,15 @@ FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly 
 
 @dataclass(frozen=True)
 class Run:
-    """A run whose beginning is decided: from its first step, a checkpoint or pretrained weights.
-
-    Attributes:
-        config: The config.
-        preprocess: How images become the model's input.
-        device: Device to compute on.
-        precision: Precision of matrix products, torch.float32 or torch.bfloat16.
-        world: The processes that train together.
-        stop: Whether a signal has asked the run to stop.
-        checkpoint: The state to resume from, if any.
-    """
+    """A run whose beginning is decided: from its first step, a checkpoint or pretrained weights."""
 
     config: Config
     preprocess: Preprocess
     device: torch.device
-    precision: torch.dtype
-    world: World
-    stop: StopRequest
-    checkpoint: Checkpoint | None = None
+    precision: torch.dtype  # of matrix products, torch.float32 or torch.bfloat16
+    world: World  # the processes that train together
+    stop: StopRequest  # whether a signal has asked the run to stop
+    checkpoint: Checkpoint | None = None  # the state to resume from
 
     @classmethod
     def begin(
