@@ -1,11 +1,15 @@
 """Tar shards: the bits of a folder with the same images, only what is needed is read, mistakes."""
 
 import io
+import random
 import re
 import shutil
+import signal
 import tarfile
 import textwrap
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +37,9 @@ def encoded(number: int, kind: str) -> bytes:
     return file.getvalue()
 
 
-def write_shard(path: Path, members: dict[str, bytes]) -> None:
+def write_shard(path: Path, members: dict[str, bytes], layout: int = tarfile.PAX_FORMAT) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(path, "w", format=layout) as tar:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -141,7 +145,8 @@ def test_a_class_may_be_called_train(root: Path) -> None:
     assert len(read(root).labels) == 30
 
 
-def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_members_may_have_folders_and_companions(tmp_path: Path, layout: int) -> None:
     picture = encoded(0, "jpeg")
     long = f"x/y.z/4\u00e9 {'long' * 30}"
     members = {
@@ -150,7 +155,7 @@ def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
         "./README": b"", "./.hidden.jpg": b"", "./__MACOSX/2.jpg": b"", "note.txt": b"",
         f"{long}.png": picture, f"{long}.cls": b"0", "5.png": picture, "5.cls": b"1",
     }  # fmt: skip
-    write_shard(tmp_path / "0.tar", members)
+    write_shard(tmp_path / "0.tar", members, layout)
     found: dict[str, int] = {}
     for part in (True, False):
         images = read(tmp_path, part)
@@ -192,7 +197,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "damaged header": (
         on_bytes(lambda content: content.replace(b"0014.webp", b"X014.webp", 1)),
-        SHARD + r": cut or damaged after 0013\.cls \(no end, a damaged header",
+        SHARD + r": cut or damaged after 0013\.cls \(bad checksum\); copy or make it",
     ),
     "joined by cat": (
         on_bytes(lambda content: 2 * content), SHARD + r": cut or .* another tar file joined to it",
@@ -224,3 +229,121 @@ def test_a_mistake_is_one_line_that_names_shard_and_member(root: Path, case: str
     assert re.match(
         rf"data\.root: {words.replace('ROOT', re.escape(str(root)))}", str(info.value)
     ), info.value
+
+
+# Hostile headers.
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE, content: bytes = b"") -> bytes:
+    """A header that claims a size, and the content that follows it."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)
+
+
+def sealed(block: bytes) -> bytes:
+    """A header with the checksum of its content."""
+    total = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
+    return block[:148] + b"%06o\0 " % total + block[156:]
+
+
+def pax(text: bytes, size: int | None = None) -> bytes:
+    return header("x", len(text) if size is None else size, tarfile.XHDTYPE, text)
+
+
+@contextmanager
+def bounded(seconds: int = 20, megabytes: int = 32) -> Iterator[None]:
+    """Fail instead of never ending, and where more memory is asked for."""
+
+    def late(*_: object) -> None:
+        pytest.fail("it does not end")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < megabytes * 2**20
+    finally:
+        tracemalloc.stop()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+LONG, SPARSE = tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE
+TWO = header("a.jpg", 4, content=b"1234") + header("a.cls", 1, content=b"0")
+EXTENDED = sealed((h := header("s.jpg", 0, SPARSE))[:482] + b"\1" + h[483:])
+END = bytes(1024)
+HEADERS = {
+    "to itself": header("b", -512) + END,
+    "to the label before": header("b", -1536) + END,
+    "to the start": header("b", -2560) + END,
+    "size in pax": pax(b"13 size=-512\n") + header("b", 1) + END,
+    "number in pax": pax(b"9 size=x\n") + header("b.jpg", 1, content=b"1") + END,
+    "long name": header("L", -512, LONG) + header("b.jpg", 1, content=b"1") + END,
+    "rest as a name": header("L", -1, LONG) + bytes(2**26),
+    "sparse": header("b", -512, SPARSE) + END,
+    "cut sparse map": EXTENDED,
+    "many long names": 3000 * header("L", 2, LONG, b"a"),
+    "many pax headers": 3000 * pax(b"9 path=a\n"),
+    "digits": pax(b"1" * 400_000),
+    "pax of 8 GB": pax(b"", 2**33) + END,
+    "name of 8 GB": header("L", 2**33, LONG) + END,
+    "label of 8 GB": header("b.jpg", 0) + header("b.cls", 2**33, content=b"0") + END,
+    "image beyond the end": header("b.cls", 1, content=b"0") + header("b.jpg", 2**20) + END,
+    "image beyond all files": header("b.jpg", 2**87) + END,
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_hostile_headers_end_in_one_line(tmp_path: Path, case: str) -> None:
+    shard = tmp_path / "0.tar"
+    shard.write_bytes(TWO + HEADERS[case])
+    with bounded(), pytest.raises(ValueError) as info:
+        read(tmp_path)
+    message = str(info.value)
+    assert message.startswith(f"data.root: {shard}: cut or damaged after ") and "\n" not in message
+
+
+def test_a_label_is_not_read_beyond_what_it_may_be(tmp_path: Path) -> None:
+    shard = tmp_path / "0.tar"
+    with shard.open("wb") as file:  # a file with a hole, of a few blocks on the disk
+        file.write(TWO + header("b.jpg", 0) + header("b.cls", 2**33))
+        file.truncate(file.tell() + 2**33 + 1024)
+    with bounded(), pytest.raises(ValueError, match=r"the label in b\.cls is '.*'; it must be"):
+        read(tmp_path)
+
+
+def test_any_change_of_headers_ends_in_images_or_one_line(tmp_path: Path) -> None:
+    members = labelled(range(6)) | {f"{'long' * 40}.{kind}": b"0" for kind in ("png", "cls")}
+    contents = []
+    for layout in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        write_shard(tmp_path / "0.tar", members, layout)
+        contents.append((tmp_path / "0.tar").read_bytes())
+    fields = [(0, 100), (124, 136), (156, 157), (257, 265), (345, 500), (482, 495)]
+    sizes = [n.to_bytes(12, "big", signed=True) for n in (-1, -512, -1024, -2560, -(2**40))]
+    sizes += [b"\x80" + n.to_bytes(11) for n in (2**33, 2**63, 2**87)] + [b"77777777777\0"]
+    outcomes = set()
+    for seed in range(400):
+        rng = random.Random(seed)
+        content = rng.choice(contents)
+        blocks = [content[n : n + 512] for n in range(0, len(content), 512)]
+        places = [n for n, block in enumerate(blocks) if block[257:262] == b"ustar"]
+        for place in rng.sample(places, rng.randint(1, 3)):
+            start, stop = rng.choice(fields)
+            value = rng.randbytes(stop - start)
+            if start == 124:
+                value = rng.choice(sizes)
+            elif start == 156:
+                value = rng.choice(b"0 1 5 7 g x K L S X".split())
+            blocks[place] = sealed(blocks[place][:start] + value + blocks[place][stop:])
+        (tmp_path / "0.tar").write_bytes(b"".join(blocks)[: rng.choice([None, len(content) // 2])])
+        try:
+            with bounded():
+                found = paths(read(tmp_path))
+            assert all(m.offset + m.size <= len(content) for m in found)
+            outcomes.add("images")
+        except ValueError as error:
+            assert str(error).startswith("data.root: ") and "\n" not in str(error)
+            outcomes.add("damaged" if "damaged" in str(error) else "other")
+    assert outcomes == {"images", "damaged", "other"}

@@ -33,6 +33,8 @@ BELONG = "name.jpg and name.cls belong together: members that share a name up to
 # What follows the last member: zeros, to a multiple of some blocks of 512 bytes, usually 20. Images
 # after them, in tar files that were joined by cat, would be overlooked.
 END = 2**20
+LABEL = 2**10  # bytes of a label that are read, with spaces around it
+PAX = re.compile("^[0-9]+ (path|size)=(.*)", re.MULTILINE)  # what a header says of the next member
 
 
 def list_shards(data: DataConfig, train: bool) -> ImageSet:
@@ -122,7 +124,7 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
                 images[key] = TarMember(str(shard), name, info.offset_data, info.size)
             elif kind == "cls":
                 file.seek(info.offset_data)
-                labels[key] = file.read(info.size).decode(errors="replace").strip()
+                labels[key] = file.read(min(info.size, LABEL)).decode(errors="replace").strip()
     if not images:
         raise _problem(shard, f"no images in it ({', '.join(IMAGE_SUFFIXES)}); delete the shard")
     for key in sorted(images.keys() ^ labels.keys()):
@@ -135,20 +137,32 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
 
 
 def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar file, and check that it is complete."""
-    last = ""
+    """Yield the members of a tar file, and check that it is complete.
+
+    Some damaged headers make a TarFile loop, recurse or fill the memory.
+    """
+    last, fields = "", dict[str, str]()
     try:
-        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
-            while (info := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # or it grows with the shard
-                last = info.name
+        while (block := file.read(tarfile.BLOCKSIZE)).strip(b"\0"):
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            start = info.offset_data = file.tell()
+            extends = info.type in b"gxXKL"  # it describes the next member
+            size = info.size if extends else int(fields.pop("size", info.size))
+            if size < 0 or (extends and size > END):
+                raise tarfile.ReadError(f"a size of {size} bytes")
+            if extends:
+                text = file.read(size).decode("utf-8", "surrogateescape")
+                fields |= PAX.findall(text) if info.type in b"gxX" else {"path": text.rstrip("\0")}
+            else:
+                last = info.name = fields.pop("path", info.name)
+                info.size = size
                 yield info
-            file.seek(tar.offset)  # tarfile takes a damaged header for the end, and needs no end
-            rest = file.read(END)
+            file.seek(start - -size // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE)
+        rest = block + file.read(END)
         if not rest or rest.strip(b"\0"):
-            raise tarfile.ReadError("no end, a damaged header, or another tar file joined to it")
-    except (tarfile.TarError, ValueError, OSError) as error:
-        what = f"cut or damaged after {last}" if last else "not an uncompressed tar file"
+            raise tarfile.ReadError("no end, or another tar file joined to it")
+    except (tarfile.TarError, ValueError, OSError, OverflowError) as error:
+        what = f"cut or damaged after {shorten(last)}" if last else "not an uncompressed tar file"
         raise _problem(shard, f"{what} ({error}); copy or make it again") from None
 
 
