@@ -19,6 +19,7 @@ from vit.data.datasets import load_training
 from vit.data.folder import list_folder
 from vit.data.images import ImageSet
 from vit.data.layout import CIFAR10, recognize
+from vit.data.photos import find_photos
 from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
 from vit.reporting.report import evaluate_run
@@ -111,6 +112,41 @@ def test_validation_images_are_for_testing_only_where_no_others_are(root):
     assert found == tuple(path.replace("/test/", "/val/") for path in expected)
     shutil.rmtree(root / "train")  # test images alone can be evaluated
     assert read(root, train=False).origins == found
+
+
+def test_links_lead_to_other_disks_but_not_in_circles_or_into_other_classes(root, tmp_path):
+    expected = [(read(root, part).origins, read(root, part).labels.tolist()) for part in (0, 1)]
+    disk = tmp_path / "disk"
+    shutil.move(root / "train/dog", disk / "dog")
+    (root / "train/dog").symlink_to(disk / "dog")  # a class
+    (disk / "more").mkdir()
+    picture(99).save(disk / "more/99.png")
+    (root / "train/cat/more").symlink_to(disk / "more")  # a part of one
+    (root / "train/owl/deep").mkdir()
+    picture(98).save(root / "train/owl/deep/98.png")
+    places = {
+        root / "train/cat": ("train/cat", "train", "train/dog", "test", "test/owl", "."),
+        root / "train/owl/deep": ("train/owl", "train/cat"),
+        root / "test/owl": ("train/owl", "test", "train"),
+        disk / "dog": ("train/dog", "train/cat"),
+        disk / "more": ("train", "train/owl"),
+    }
+    added = {"train/cat/more/99.png": 0, "train/owl/deep/98.png": 2}
+    pairs = dict(zip(*expected[1], strict=True)) | {str(root / k): v for k, v in added.items()}
+    expected[1] = tuple(zip(*sorted(pairs.items()), strict=True))
+    # First one link at a time, because several multiply.
+    for place, targets in [*((p, (t,)) for p, ts in places.items() for t in ts), *places.items()]:
+        links = [place / f"a{number}" for number, _ in enumerate(targets)]
+        for link, target in zip(links, targets, strict=True):
+            link.symlink_to(root / target)
+        for part in (0, 1):
+            found = read(root, part)
+            assert found.origins == tuple(expected[part][0]), (place, targets)
+            assert found.labels.tolist() == [*expected[part][1]]
+        if len(targets) == 1:
+            links[0].unlink()
+    photos = [str(path) for path in find_photos([str(root)], "predict")]
+    assert len({Path(path).resolve() for path in photos}) == len(photos) == 38
 
 
 # Broken pictures.

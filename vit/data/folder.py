@@ -28,8 +28,9 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
             "data.test_fraction"
         )
     # Of both parts, so that a class that is missing in one of them has no images there.
-    classes = sorted({folder.name for part in parts for folder in visible_folders(part)})
-    found = [image_files(part / name) for name in classes]
+    folders = [folder for part in parts for folder in visible_folders(part)]
+    classes = sorted({folder.name for folder in folders})
+    found = [image_files(part / name, [root, *parts, *folders]) for name in classes]
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, found))))
     paths = [path for files in found for path in files]
     return user_files(data, train, len(parts) == 1, root, paths, labels, classes)

@@ -5,7 +5,7 @@ is imported.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # What torchvision's ImageFolder reads, and what phones and web pages have besides.
@@ -97,15 +97,23 @@ def tar_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{SHARD_SUFFIX}") if is_visible(path.name))
 
 
-def image_files(folder: Path) -> list[str]:
+def image_files(folder: Path, others: Iterable[Path] = ()) -> list[str]:
     """List the image files in a folder and the folders below it, without hidden ones.
 
-    Like torchvision's, the list is sorted by folder, then by name.
+    Like torchvision's, the list is sorted by folder, then by name. No folder is listed twice, so
+    links may lead into circles, and those to `others` add nothing.
     """
-    found = []
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = filter(is_visible, folders)
-        found.append((parent, sorted(filter(is_image, files))))
+    found, places = [], [str(folder)]
+    seen = {*map(os.path.realpath, others)} - {os.path.realpath(folder)}
+    for place in places:  # it grows: links come last, so that folders keep their paths
+        for parent, folders, files in os.walk(place):
+            folders[:] = sorted(filter(is_visible, folders))
+            if (real := os.path.realpath(parent)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            found.append((parent, sorted(filter(is_image, files))))
+            places += filter(os.path.islink, (f"{parent}{os.sep}{name}" for name in folders))
     return [f"{parent}{os.sep}{name}" for parent, names in sorted(found) for name in names]
 
 
