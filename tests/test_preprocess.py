@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import EpsImagePlugin, ExifTags, Image, UnidentifiedImageError
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 import vit.data.pixels
 from vit.data.config import DataConfig
 from vit.data.photos import to_photo
-from vit.data.pixels import LONGEST
+from vit.data.pixels import FORMATS, LONGEST
 from vit.data.preprocess import Preprocess
 
 CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
@@ -233,6 +233,32 @@ def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pillow_heif", package)
     runpy.run_path(vit.data.pixels.__file__)
     assert registered == [True]
+
+
+def test_only_the_named_formats_are_read_and_no_program_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, gs, image = tmp_path / "ran", tmp_path / "gs", Image.fromarray(photo(16, 16))
+    gs.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    exported = runpy.run_path(vit.data.pixels.__file__)["open_image"]
+    for kind in ("EPS", "PCX"):
+        image.save(tmp_path / "x.png", kind)
+        with pytest.raises(ValueError, match=r"x\.png cannot be read as an image: unknown format$"):
+            to_photo(tmp_path / "x.png")
+        for read in (CIFAR10.load, exported):
+            with pytest.raises(UnidentifiedImageError):
+                read(tmp_path / "x.png")
+    for kind in {*FORMATS} - {"HEIF"}:  # which needs a package
+        image.save(tmp_path / "x.png", kind)
+        assert to_photo(tmp_path / "x.png").shape == (16, 16, 3), kind
+    assert not ran.exists()
+    image.save(tmp_path / "x.png", "EPS")
+    with Image.open(tmp_path / "x.png") as file, pytest.raises(OSError):
+        file.load()
+    assert ran.exists()  # what opens every format does start it
 
 
 def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vit.data.layout import IMAGE_SUFFIXES, image_files
-from vit.data.pixels import Bands, Unusable, bands_of
+from vit.data.pixels import Bands, Unusable, bands_of, open_image
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 
@@ -116,7 +116,7 @@ def _read(file: Path | TarMember, channels: int) -> Bands:
         content = file if isinstance(file, Path) else file.open()
         with warnings.catch_warnings(action="ignore"):
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(content) as image:
+            with open_image(content) as image:
                 return bands_of(image, channels)
     except Unusable:
         raise

@@ -10,6 +10,7 @@ import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
@@ -19,6 +20,11 @@ with contextlib.suppress(ImportError):  # with this package, Pillow reads HEIC f
 
     pillow_heif.register_heif_opener()
 
+# Pillow's other parsers read no photos, and for EPS it starts Ghostscript, whatever the suffix.
+FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", "AVIF", "HEIF", "JPEG2000", "DIB", "ICO",
+    "QOI", "SGI", "TGA",
+)  # fmt: skip
 Bands = tuple[Image.Image, ...]  # for 3 channels an RGB image, otherwise a grey one for each
 DEEPEST = 65_535  # largest 16-bit value
 STORED_BANDS = ("LA", "RGBA", "CMYK")  # modes of two and four channels, a letter for each
@@ -65,7 +71,7 @@ class ArrayPreprocess:
 
     def load(self, path: str | Path) -> np.ndarray:
         """Read an image file as the input of the model: (1, C, H, W) float32, normalized."""
-        with Image.open(path) as image:
+        with open_image(path) as image:
             pixels = self.resize_bands(bands_of(image, self.channels))
         scale, shift = self.normalization()
         return pixels[None] * scale - shift
@@ -120,6 +126,12 @@ class ArrayPreprocess:
         if turned:
             return (middle, slice(0, width)), (longer, shorter)
         return (slice(0, height), middle), (shorter, longer)
+
+
+def open_image(file: str | Path | BinaryIO) -> Image.Image:
+    """Open an image file of one of FORMATS; Pillow raises errors of many kinds."""
+    Image.init()  # 20 ms, once
+    return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def offset(size: int, target: int) -> int:
