@@ -194,6 +194,77 @@ def test_a_failed_or_damaged_download_is_one_line_and_repeated(offer, tmp_path, 
     assert_complete(data)
 
 
+class Program:
+    """What creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def idx(images: bytes, labels: bytes, claimed: int = 2) -> dict[str, bytes]:
+    return {
+        f"raw/{part}-{kind}-ubyte": content
+        for part in ("train", "t10k")
+        for kind, content in {
+            "images-idx3": struct.pack(">4i", 0x803, claimed, 28, 28) + images,
+            "labels-idx1": struct.pack(">2i", 0x801, len(labels)) + labels,
+        }.items()
+    }
+
+
+def legacy(content: object) -> dict[str, bytes]:
+    """Files in which torchvision once stored MNIST."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return {f"processed/{name}.pt": file.getvalue() for name in ("training", "test")}
+
+
+PIXELS, TWO = bytes(2 * 28 * 28), torch.zeros(2, 28, 28, dtype=torch.uint8)
+DAMAGED: dict[str, tuple[str, list[Callable[[Path], dict[str, bytes]]]]] = {
+    "fashion_mnist": ("FashionMNIST", [
+        lambda ran: legacy(Program(ran)),
+        lambda ran: {f"processed/{n}.pt": pickle.dumps(Program(ran)) for n in ("training", "test")},
+        lambda _: legacy({"images": TWO}),
+        lambda _: legacy((TWO.float(), torch.tensor([0, 1]))),
+        lambda _: legacy((TWO[:, 1:], torch.tensor([0, 1]))),
+        lambda _: legacy((TWO, torch.tensor([0, 10]))),
+        lambda _: idx(PIXELS, b"\1"),
+        lambda _: idx(PIXELS, b"\1\xff"),
+        lambda _: idx(PIXELS[1:], b"\0\1"),
+        lambda _: idx(PIXELS, b"\0\1", -2),
+        lambda _: idx(PIXELS, b"\0\1", 2**31 - 1),
+    ]),
+    "food101": ("food-101", [
+        lambda _, text=text: {"images/a": b"", "meta/train.json": text}
+        for text in (b"", b"[]", b"{}", b'{"a": 1}', b'{"a": [', b"[" * 99_999, b"\xff")
+    ]),
+    "oxford_iiit_pet": ("oxford-iiit-pet", [
+        lambda _, text=text: {"images/a": b"", "annotations/trainval.txt": text}
+        for text in (b"", b"a", b"a x 1 1", b"a 0 1 1", b"a 2 1 1", b"a %d 1 1" % 2**70)
+    ]),
+    "svhn": (".", [lambda ran: {"train_32x32.mat": pickle.dumps(Program(ran))}]),
+    "flowers102": ("flowers-102", [lambda ran: {
+        "jpg/a": b"", "setid.mat": pickle.dumps(Program(ran)), "imagelabels.mat": b"",
+    }]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_or_hostile_files_are_one_line_and_run_nothing(name, tmp_path):
+    folder, cases = DAMAGED[name]
+    for number, case in enumerate(cases):
+        root, ran = tmp_path / str(number), tmp_path / "ran"
+        for file, content in case(ran).items():
+            path = root / folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        refused(config(name, root, download=False))
+        assert not ran.exists()
+
+
 def test_an_archive_is_unpacked_without_a_network_and_damaged_files_are_replaced(
     tmp_path, monkeypatch
 ):

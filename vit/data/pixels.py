@@ -20,11 +20,7 @@ with contextlib.suppress(ImportError):  # with this package, Pillow reads HEIC f
 
     pillow_heif.register_heif_opener()
 
-# Pillow's other parsers read no photos, and for EPS it starts Ghostscript, whatever the suffix.
-FORMATS = (
-    "JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", "AVIF", "HEIF", "JPEG2000", "DIB", "ICO",
-    "QOI", "SGI", "TGA",
-)  # fmt: skip
+FORMATS = "JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", "AVIF", "HEIF", "JPEG2000", "TGA"
 Bands = tuple[Image.Image, ...]  # for 3 channels an RGB image, otherwise a grey one for each
 DEEPEST = 65_535  # largest 16-bit value
 STORED_BANDS = ("LA", "RGBA", "CMYK")  # modes of two and four channels, a letter for each
@@ -129,7 +125,7 @@ class ArrayPreprocess:
 
 
 def open_image(file: str | Path | BinaryIO) -> Image.Image:
-    """Open an image file of one of FORMATS; Pillow raises errors of many kinds."""
+    """Open a file of one of FORMATS; for EPS, whatever its name, Pillow would run Ghostscript."""
     Image.init()  # 20 ms, once
     return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
 

@@ -1,11 +1,9 @@
 """Published data sets: those that torchvision downloads, and scikit-learn's digits."""
 
-import contextlib
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -64,37 +62,40 @@ def read_torchvision(
     """
     from torchvision import datasets as tv
 
-    make = getattr(tv, name)
-    made = [_made(make, kind, place, data) for kind in parts[0 if train else 1]]
-    found = [read(part) for part in made]
-    labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
-    # SVHN's classes are the digits themselves.
-    classes = tuple(getattr(made[0], "classes", map(str, range(10))))
-    if isinstance(found[0][0], Tensor):
-        return ImageSet(found[0][0], labels, classes)
-    paths = tuple(str(path) for paths, _ in found for path in paths)
-    files = ImageFiles(paths, Preprocess.from_config(data), data.workers)
-    folder = str(Path(data.root))
-    return ImageSet(files, labels, classes, origins=paths, folder=folder)
-
-
-def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -> Any:
-    """Make torchvision's data set, unpacking or downloading it if it is missing or damaged."""
-    name, root = data.name, Path(data.root)
-    with contextlib.suppress(RuntimeError):  # missing or, for some data sets, damaged
-        return make(root, **kind)
+    make, root = getattr(tv, name), Path(data.root)
     problem = "data.download=false, so it was not downloaded"
-    if data.download:
-        say(f"{name} is not in {root}, or damaged: unpacking or downloading it")
+    for download in (False, True)[: 1 + data.download]:
+        if download:
+            say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
         try:
-            return make(root, **kind, download=True)
-        except (OSError, HTTPException, RuntimeError) as error:
-            problem = f"downloading {getattr(make, 'url', 'it')}: {shorten(error, 300)}"
+            made = [make(root, **kind, download=download) for kind in parts[0 if train else 1]]
+            return _image_set(made, [read(part) for part in made], data)
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # damaged files lead to all kinds
+            if download:
+                problem = f"downloading {getattr(make, 'url', 'it')}: {shorten(error, 100)}"
     raise ValueError(
-        f"data.root: {name} is not in {root}, or damaged ({problem}). Put {place} into "
+        f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put {place} into "
         f"{root.resolve()}, or point --data.root at the folder that contains it; `make demo` needs "
         "no download."
     )
+
+
+def _image_set(made: list[Any], found: list[tuple[Any, Any]], data: DataConfig) -> ImageSet:
+    """Return what was read of torchvision's parts of a set, after a check of its form."""
+    labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
+    # SVHN's classes are the digits themselves.
+    classes = tuple(getattr(made[0], "classes", map(str, range(10))))
+    images, shape = found[0][0], (len(labels), data.spec.channels, *data.spec.image_size)
+    fits = not isinstance(images, Tensor) or (images.shape, images.dtype) == (shape, torch.uint8)
+    if not fits or not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError("its images or labels do not fit")
+    if isinstance(images, Tensor):
+        return ImageSet(images, labels, classes)
+    paths = tuple(str(path) for paths, _ in found for path in paths)
+    files = ImageFiles(paths, Preprocess.from_config(data), data.workers)
+    return ImageSet(files, labels, classes, origins=paths, folder=str(Path(data.root)))
 
 
 def _cifar(part: Any) -> tuple[Tensor, list[int]]:
@@ -111,11 +112,7 @@ def _svhn(part: Any) -> tuple[Tensor, np.ndarray]:
 
 
 def _files(part: Any) -> tuple[list[Path], list[int]]:
-    return part._image_files, part._labels
-
-
-def _pets(part: Any) -> tuple[list[Path], list[int]]:
-    return part._images, part._labels
+    return getattr(part, "_image_files", None) or part._images, part._labels
 
 
 BY_FLAG = [{"train": True}], [{"train": False}]
@@ -131,7 +128,7 @@ fashion_mnist = partial(read_torchvision, "FashionMNIST", BY_FLAG, _mnist, "Fash
 svhn = partial(read_torchvision, "SVHN", BY_NAME, _svhn, "train_32x32.mat and test_32x32.mat")
 flowers102 = partial(read_torchvision, "Flowers102", FLOWERS, _files, "flowers-102/")
 food101 = partial(read_torchvision, "Food101", BY_NAME, _files, "food-101/")
-oxford_iiit_pet = partial(read_torchvision, "OxfordIIITPet", PETS, _pets, "oxford-iiit-pet/")
+oxford_iiit_pet = partial(read_torchvision, "OxfordIIITPet", PETS, _files, "oxford-iiit-pet/")
 
 
 def digits(data: DataConfig, train: bool) -> ImageSet:
