@@ -8,6 +8,7 @@ import math
 import re
 import time
 import urllib.parse
+import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -48,7 +49,6 @@ from vit.explain.rollout import attention_rollout
 from vit.tensorboard_plugin import add_attention
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
-    MAX_DETAILS,
     decode_details,
     decode_live,
     decode_weights,
@@ -179,7 +179,7 @@ REFUSED: dict[Callable[[bytes], Any], list[tuple[bytes, str]]] = {
             (large_image, "more than 16777216 pixels"),
         )
     ]
-    + [(zlib.compress(bytes(MAX_DETAILS + 1), 1), f"longer than {MAX_DETAILS} bytes")],
+    + [(zlib.compress(bytes(10**8)), "longer than ")],
     decode_weights: [
         (npz(npy((1, 1, 2, 2), "|u1", bytes(3))), "EOF: reading array data"),
         (npz(npy((1, 1, 2, 2), "|u1", bytes(10**8))), "more than 8389"),
@@ -360,6 +360,44 @@ def test_live_model_is_what_was_stored_last_with_the_steps_that_belong_to_it(
     for run, note in {**notes, "damaged": "the live model is damaged"}.items():
         found = ask("live", run=run).json
         assert (found["spec"], found["steps"]) == (None, []) and found["note"].startswith(note)
+
+
+def test_details_are_decoded_one_step_at_a_time(
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all steps of hostile records would fill the memory."""
+    made: list[weakref.ref[Any]] = []
+
+    def decode(data: bytes) -> Any:
+        assert all(ref() is None for ref in made)
+        details = decode_details(data)
+        made.append(weakref.ref(details))
+        return details
+
+    monkeypatch.setattr("vit.tensorboard_plugin.plugin.decode_details", decode)
+    images = ask("images", run="run_2").json["images"]
+    assert len(made) == sum(len(image["steps"]) for image in images) > len(images) > 1
+
+
+def test_a_large_picture_is_read_but_not_a_small_file_that_becomes_large() -> None:
+    details = plain(make_record())
+    start, noise = details["image"].rstrip("="), np.random.default_rng(0).bytes(9 * 2**20)
+    for content, is_read in ((base64.b64encode(noise).decode(), True), ("A" * 12 * 2**20, False)):
+        details["image"] = start + content
+        data = zlib.compress(json.dumps(details).encode(), 1)
+        if is_read:
+            assert decode_details(data).image == details["image"]
+        else:
+            with pytest.raises(
+                ValueError, match=r"are damaged: cut short, or longer than \d+ bytes$"
+            ):
+                decode_details(data)
+    few, many = (
+        {**plain(make_record()), "maps": plain(make_record())["maps"] * n} for n in (9, 999)
+    )
+    assert len(decode_details(zlib.compress(json.dumps(few).encode())).maps) == 45
+    with pytest.raises(ValueError, match=r"maps: List should have at most 1000 items"):
+        decode_details(zlib.compress(json.dumps(many).encode(), 0))
 
 
 PLACE = {"run": "run_2", "tag": "attention/probe_00", "step": 5}

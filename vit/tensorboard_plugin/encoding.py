@@ -90,7 +90,9 @@ def encode_details(details: Details) -> bytes:
 
 def decode_details(data: bytes) -> Details:
     """Decode and check what `encode_details` returned; a ValueError of one line if damaged."""
-    return _decoded(data, _details, "the details of the record are damaged")
+    # Large images hardly become smaller; what does is meant to fill the memory.
+    most = min(MAX_DETAILS, 2**23 + 16 * len(data))
+    return _decoded(data, _details, "the details of the record are damaged", most)
 
 
 def details_json(details: Details) -> bytes:
@@ -181,13 +183,13 @@ def problem_of(error: ValidationError) -> str:
     return f"{'.'.join(map(str, problem['loc'])) or 'record'}: {message}"
 
 
-def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str) -> T:
+def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str, most: int = MAX_DETAILS) -> T:
     """Decompress and check JSON; `damaged` begins the message of an error."""
     unpacker = zlib.decompressobj()
     try:
-        text = unpacker.decompress(data, MAX_DETAILS)
+        text = unpacker.decompress(data, most)
         if not unpacker.eof:
-            raise ValueError(f"{damaged}: cut short, or longer than {MAX_DETAILS} bytes")
+            raise ValueError(f"{damaged}: cut short, or longer than {most} bytes")
         return adapter.validate_json(text, strict=True)
     except zlib.error as error:
         raise ValueError(f"{damaged}: {error}") from None

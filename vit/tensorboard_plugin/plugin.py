@@ -8,7 +8,7 @@ JSON that says what to do.
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from importlib import resources
 from pathlib import PurePath
@@ -183,9 +183,8 @@ def _images(question: Question) -> Answer:
     for tag in sorted(_image_tags(series), key=_natural):
         try:
             part_of(series[tag].plugin_content)
-            steps = [(datum, decode_details(data)) for datum, data in question.read(tag).values()]
-            if steps:
-                images.append(_image(series, tag, steps))
+            if stored := question.read(tag):
+                images.append(_image(series, tag, stored.values()))
         except ValueError as error:
             problems.append(shorten(f"{tag}: {error}", LONGEST))
     if problems and not images:
@@ -193,32 +192,34 @@ def _images(question: Question) -> Answer:
     return {"images": images, "problems": problems}
 
 
-def _image(series: Series, tag: str, steps: list[tuple[TensorDatum, Details]]) -> dict[str, Any]:
-    """Return what the list of images says about one of them."""
-    latest = steps[-1][1]
-    name, frames = FEATURES_TAG.format(tag), None
+def _image(series: Series, tag: str, stored: Iterable[tuple[TensorDatum, bytes]]) -> dict[str, Any]:
+    """Return what the list of images says about one of them; it is the image of the last step."""
+    name, frames, steps = FEATURES_TAG.format(tag), None, []
     if (features := series.get(name)) is not None and _part(features) == "features":
         frames = json.loads(features.plugin_content).get("frames")
+    for datum, data in stored:
+        image, prediction = _at_step(datum, data)
+        steps.append(prediction)
     return {
         "tag": tag,
-        "name": latest.name,
-        "label": None if latest.label is None else latest.classes[latest.label],
-        "image": latest.image,
-        "steps": [_prediction(datum, details) for datum, details in steps],
+        **image,
+        "steps": steps,
         "has_weights": WEIGHTS_TAG.format(tag) in series,
         "features": frames and {"tag": name, "frames": frames},
     }
 
 
-def _prediction(datum: TensorDatum, details: Details) -> dict[str, Any]:
+def _at_step(datum: TensorDatum, data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the image and the prediction, not the details: those of all steps fill the memory."""
+    details = decode_details(data)
+    label = None if details.label is None else details.classes[details.label]
     index, probability = details.top[0] if details.top else (None, None)
-    unknown = index is None or details.label is None
-    return {
+    return {"name": details.name, "label": label, "image": details.image}, {
         "step": datum.step,
         "wall_time": datum.wall_time,
         "prediction": None if index is None else details.classes[index],
         "probability": probability,
-        "correct": None if unknown else index == details.label,
+        "correct": None if index is None or label is None else index == details.label,
     }
 
 

@@ -97,7 +97,7 @@ class Details:
     # The most probable classes, best first.
     top: Annotated[list[tuple[Index, Fraction]], Field(max_length=TOP_CLASSES)]
     statistics: Statistics
-    maps: list[Map]
+    maps: Annotated[list[Map], Field(max_length=1000)]
     lens: Lens | None = None  # the logit lens, if tokens can be read
     name: str = ""  # of the file that the image is from
     version: Literal[1] = VERSION
