@@ -4,6 +4,7 @@ import colorsys
 import copy
 import io
 import math
+import pickle
 import zlib
 from types import SimpleNamespace
 
@@ -366,3 +367,56 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
         assert done == expected
         if seed == 0:
             assert all(torch.equal(found[key], whole[key]) for key in whole)
+
+
+def test_a_damaged_file_of_results_is_measured_again(saved, images, tmp_path, monkeypatch):
+    """It is only a cache, so nothing in it is used or executed, and a whole file replaces it."""
+    path, executed, done = tmp_path / "corruptions.npz", tmp_path / "executed", []
+    whole = classify_corrupted(saved.classifier, images, path)
+    written = path.read_bytes()
+    good = dict(np.load(path))
+
+    class Hostile:
+        def __reduce__(self):
+            return executed.touch, ()
+
+    def npz(changes: dict[str, object], without: tuple[str, ...] = ()) -> bytes:
+        arrays = {key: value for key, value in {**good, **changes}.items() if key not in without}
+        np.savez_compressed(file := io.BytesIO(), **arrays)
+        return file.getvalue()
+
+    def counted(part: Tensor, kind: str, severity: int, seed: int) -> Tensor:
+        done.append(kind)
+        return corrupt(part, kind, severity, seed)
+
+    np.save(array := io.BytesIO(), good["fog"])
+    damaged = {
+        "empty": b"",
+        "no zip file": b"PK but no zip file",
+        "cut short": written[: len(written) // 2],
+        "changed": written[:200] + bytes(40) + written[240:],
+        "an array": array.getvalue(),
+        "a pickle": pickle.dumps(Hostile()),
+        "no settings": npz({}, without=("settings",)),
+        "other settings": npz({"settings": "seed 1"}),
+        "settings of another shape": npz({"settings": np.array([good["settings"]] * 2)}),
+        "settings of another type": npz({"settings": np.zeros(())}),
+        "pickled settings": npz({"settings": np.array(Hostile())}),
+        "an unknown kind": npz({"mist": good["fog"]}),
+        "a pickled kind": npz({"fog": np.array([Hostile()])}),
+        "another type": npz({"fog": good["fog"].astype(np.uint8)}),
+        "fewer severities": npz({"fog": good["fog"][:4]}),
+        "fewer images": npz({"fog": good["fog"][:, 1:]}),
+        "no images": npz({"clean": good["clean"][0]}),
+        "many zeros": npz({"fog": np.zeros(10**7, dtype=bool)}),
+    }
+    monkeypatch.setattr("vit.data.corruptions.corrupt", counted)
+    for what, content in damaged.items():
+        path.write_bytes(content)
+        done.clear()
+        found = classify_corrupted(saved.classifier, images, path)
+        assert {*done} == {*KINDS}, what
+        assert found.keys() == whole.keys(), what
+        assert all(torch.equal(found[key], whole[key]) for key in whole), what
+        assert path.read_bytes() == written, what
+    assert not executed.exists()

@@ -71,11 +71,7 @@ def classify_corrupted(
     clean = classifier.logits(images, batch_size).cpu()
     settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"
     found = {"clean": (clean.argmax(dim=1) == labels)[None]}
-    if path.exists():
-        with np.load(path) as file:
-            stored = dict(file)
-        if stored.pop("settings") == settings:
-            found |= {kind: torch.from_numpy(hits) for kind, hits in stored.items()}
+    found |= _read_stored(path, settings, len(images))
     # disable=None shows the bar on terminals only.
     with tqdm(CORRUPTIONS, "corruptions", unit="kind", leave=False, disable=None) as bar:
         for kind in bar:
@@ -93,6 +89,23 @@ def classify_corrupted(
             np.savez_compressed(content, settings=settings, **found)  # type: ignore[arg-type]
             write_atomically(path, content.getvalue())
     return found
+
+
+def _read_stored(path: Path, settings: str, count: int) -> dict[str, Tensor]:
+    """Read the results of an earlier call; none, unless the file is exactly what a call writes."""
+    shapes = {"clean": (1, count), **{kind: (len(SEVERITIES), count) for kind in CORRUPTIONS}}
+    largest = len(SEVERITIES) * count + 1000  # bytes of results, or of the settings, and a header
+    try:
+        with path.open("rb") as content, np.load(content) as file:
+            large = any(member.file_size > largest for member in file.zip.infolist())
+            stored = {} if large else dict(file)
+        same = np.array_equal(stored.pop("settings"), settings)
+        fits = all(
+            (shapes[kind], np.bool_) == (hits.shape, hits.dtype) for kind, hits in stored.items()
+        )
+    except Exception:  # zipfile, zlib and NumPy raise many kinds for missing and damaged files
+        return {}
+    return {kind: torch.from_numpy(hits) for kind, hits in stored.items()} if same and fits else {}
 
 
 def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
