@@ -11,27 +11,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A data set: how it is read, and what a model depends on.
+    """A data set: how it is read, and what a model depends on."""
 
-    Attributes:
-        image_size: Height and width of an image, in pixels.
-        mean: Mean of each channel, 0 to 1.
-        std: Standard deviation of each channel, 0 to 1.
-        reader: The function in `vit.data` that takes a `DataConfig` and whether to find training
-            rather than test images, and returns a `vit.data.images.ImageSet`.
-        own_files: Whether the images are files of a user, with any number of channels; all other
-            data sets are grey or RGB.
-        drawn: Whether images are drawn; the reader then also takes how many, or None.
-        test_included: Whether reading the training images shows that the test images can be read.
-    """
-
-    image_size: tuple[int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    image_size: tuple[int, int]  # height and width, in pixels
+    mean: tuple[float, ...]  # of each channel, 0 to 1
+    std: tuple[float, ...]  # standard deviation of each channel, 0 to 1
+    # The function in `vit.data` that takes a `DataConfig` and whether to find training rather than
+    # test images, and returns a `vit.data.images.ImageSet`.
     reader: str
+    # Files of a user, with any number of channels; all other data sets are grey or RGB.
     own_files: bool = False
-    drawn: bool = False
-    test_included: bool = False
+    drawn: bool = False  # the reader then also takes how many images, or None
+    test_included: bool = False  # reading the training images shows that test images can be read
 
     @property
     def channels(self) -> int:
@@ -73,17 +64,11 @@ DATASETS = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer.
+    """An optimizer."""
 
-    Attributes:
-        name: Its class in torch.optim, which takes parameter groups and `lr`.
-        arguments: Its other arguments.
-        muon: Whether Muon takes its place for the weight matrices of the encoder blocks.
-    """
-
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    muon: bool = False
+    name: str  # of a class in torch.optim, which takes parameter groups and `lr`
+    arguments: dict[str, Any] = field(default_factory=dict)  # its other arguments
+    muon: bool = False  # whether Muon replaces it for the weight matrices of the encoder blocks
 
 
 OPTIMIZERS = {
@@ -109,29 +94,21 @@ class MapKind:
     The first three also take `readout` and `num_prefix_tokens`, see
     `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes. A map
     that needs more than weights explains a class.
-
-    Attributes:
-        title: What it is called in figures and tables.
-        function: The function in `vit.explain`, which returns (B, patches) or (B, rows, columns).
-        needs: What the function takes.
-        unit: What 1 means on the map, to which values are scaled: what each token gets if all get
-            the same (of fractions of what the head reads), the mean (of values that are at least
-            0), or the mean of absolute values ("size").
-        signed: Whether it is positive for the class and negative against it.
-        default: Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise.
-            The tab has no maps that need pixels or passes.
-        photos: Whether it is drawn for photos unless told otherwise.
-        options: Options of `vit.explain.maps.attention_maps` that the function takes.
     """
 
-    title: str
-    function: str
-    needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]
+    title: str  # in figures and tables
+    function: str  # in `vit.explain`; it returns (B, patches) or (B, rows, columns)
+    needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]  # what it takes
+    # What 1 means on the map, to which values are scaled: what each token gets if all get the same
+    # (of fractions of what the head reads), the mean (of values that are at least 0), or the mean
+    # of absolute values ("size").
     unit: Literal["uniform", "mean", "size"]
-    signed: bool = False
+    signed: bool = False  # whether it is positive for the class and negative against it
+    # Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise. The tab has no
+    # maps that need pixels or passes.
     default: bool = True
-    photos: bool = False
-    options: tuple[str, ...] = ()
+    photos: bool = False  # whether it is drawn for photos unless told otherwise
+    options: tuple[str, ...] = ()  # of `vit.explain.maps.attention_maps`, which the function takes
 
     @property
     def class_specific(self) -> bool:
@@ -182,14 +159,9 @@ class Corruption:
 
     A parameter is a row of five severities, with the published values for images of 32 and 224
     pixels (hendrycks/robustness, make_cifar_c.py and make_imagenet_c.py).
-
-    Attributes:
-        group: Its group in arXiv 1903.12261.
-        at_32: The function's parameters for images of 32 pixels.
-        at_224: Those for 224 pixels.
     """
 
-    group: Literal["noise", "blur", "weather", "digital"]
+    group: Literal["noise", "blur", "weather", "digital"]  # in arXiv 1903.12261
     at_32: tuple[tuple[float, ...], ...]
     at_224: tuple[tuple[float, ...], ...]
 

@@ -24,15 +24,10 @@ MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train one model together.
+    """The processes that train one model together."""
 
-    Attributes:
-        rank: Number of this process, 0 to size - 1; process 0 writes files and prints.
-        size: Number of processes.
-    """
-
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # of this process, 0 to size - 1
+    size: int = 1  # number of processes
 
     @property
     def main(self) -> bool:

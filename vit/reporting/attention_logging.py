@@ -37,22 +37,14 @@ class AttentionLogging:
     The model is one whose attention can be read, see `Classifier.has_maps`. At each step it yields
     a record of each probe for the Attention tab, statistics of all heads, and pictures of rollout;
     at the last one also what muting each head costs.
-
-    Args:
-        probes: The images.
-        steps: The steps after which it runs.
-        seed: Seed of the choice of images to which the frames of features are fitted.
-        held_out: Images on which heads are muted at the last step; None leaves that out.
-        live: Stores the model for the Attention tab; None leaves that out.
-        fitted: Images to some of which the frames of features are fitted; None leaves features out.
     """
 
     probes: ImageSet
-    steps: Collection[int]
-    seed: int = 0
-    held_out: ImageSet | None = None
-    live: LiveLog | None = None
-    fitted: ImageSet | None = None
+    steps: Collection[int]  # after which it runs
+    seed: int = 0  # of the choice of images to which the frames of features are fitted
+    held_out: ImageSet | None = None  # on which heads are muted at the last step; None skips that
+    live: LiveLog | None = None  # stores the model for the Attention tab; None skips that
+    fitted: ImageSet | None = None  # to some of these, frames are fitted; None: no features
     name: ClassVar[str] = "logging attention"
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:

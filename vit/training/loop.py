@@ -28,29 +28,17 @@ from vit.training.step import TrainingStep
 
 @dataclass
 class Loop:
-    """Trains to the end of the schedule, logging, evaluating and saving on the way.
+    """Trains to the end of the schedule, logging, evaluating and saving on the way."""
 
-    Attributes:
-        step: The training step, with the state and the schedule.
-        training: The training images; in memory, they are on the device.
-        evaluators: What to measure and draw; each knows the steps after which it runs.
-        tracker: Logs numbers, pictures and summaries; None in all processes but the main one.
-        write_checkpoint: Called after each epoch and when stopping.
-        stop: Asked after each step whether a signal has arrived.
-        log_every: Steps between two points of the training curves.
-        max_skipped: Consecutive skipped steps after which the run gives up.
-        balanced: Whether every class is drawn equally often.
-    """
-
-    step: TrainingStep
-    training: ImageSet
-    evaluators: Sequence[Evaluator]
-    tracker: Tracker | None
-    write_checkpoint: Callable[[], None]
-    stop: StopRequest
-    log_every: int
-    max_skipped: int
-    balanced: bool = False
+    step: TrainingStep  # with the state and the schedule
+    training: ImageSet  # in memory, they are on the device
+    evaluators: Sequence[Evaluator]  # each knows the steps after which it runs
+    tracker: Tracker | None  # None in all processes but the main one
+    write_checkpoint: Callable[[], None]  # called after each epoch and when stopping
+    stop: StopRequest  # asked after each step whether a signal has arrived
+    log_every: int  # steps between two points of the training curves
+    max_skipped: int  # consecutive skipped steps after which the run gives up
+    balanced: bool = False  # whether every class is drawn equally often
     _since: float = 0.0  # time up to which state.seconds has counted
     _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # in seconds
 

@@ -16,29 +16,17 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of a run, as pure functions of the step.
+    """The schedule of a run, as pure functions of the step."""
 
-    Attributes:
-        total_steps: Optimizer steps in the run.
-        steps_per_epoch: Optimizer steps in an epoch.
-        batch_size: Images per step, over all processes.
-        full_size: Height and width of the images, in pixels.
-        small_size: Height and width of the images at the beginning of the run.
-        small_fraction: Fraction of the steps that use small images, 0 to 1.
-        mix_fraction: Fraction of the steps that may use mixup and cutmix, 0 to 1.
-        warmup: Fraction of the steps in which the learning rate rises, 0 to 1.
-        decay: How the learning rate falls after that: "linear" or "cosine".
-    """
-
-    total_steps: int
+    total_steps: int  # optimizer steps in the run
     steps_per_epoch: int
-    batch_size: int
-    full_size: tuple[int, int]
-    small_size: tuple[int, int]
-    small_fraction: float
-    mix_fraction: float
-    warmup: float
-    decay: str
+    batch_size: int  # images per step, over all processes
+    full_size: tuple[int, int]  # height and width of the images, in pixels
+    small_size: tuple[int, int]  # the same at the beginning of the run
+    small_fraction: float  # fraction of the steps that use small images, 0 to 1
+    mix_fraction: float  # fraction of the steps that may use mixup and cutmix, 0 to 1
+    warmup: float  # fraction of the steps in which the learning rate rises, 0 to 1
+    decay: str  # how the learning rate falls after that: "linear" or "cosine"
 
     @property
     def epochs(self) -> int:

@@ -29,33 +29,20 @@ COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of
 
 @dataclass
 class TrainState:
-    """The state of a run: everything that changes from step to step.
-
-    Attributes:
-        model: The model being trained.
-        optimizers: The optimizers of its parameters.
-        ema: Moving average of the weights (timm's ModelEmaV3), or None.
-        step: Optimizer steps done.
-        seconds: Training time in seconds, including the time before the run was interrupted.
-        total_steps: Steps in the whole run; 0 until it is known.
-        skipped: Steps skipped because loss or gradient was not finite.
-        skipped_in_a_row: How many of the latest steps were skipped.
-        points: Loss and accuracy, (2,), of each step of the epoch so far.
-        frozen: Whether only the head is trained, and the model is always in evaluation mode.
-        copy: A whole copy of a sharded model, of which only the first process has the weights; None
-            if the model is whole.
-    """
+    """The state of a run: everything that changes from step to step."""
 
     model: nn.Module
     optimizers: list[Optimizer]
-    ema: Any = None
-    step: int = 0
-    seconds: float = 0.0
-    total_steps: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    points: list[Tensor] = field(default_factory=list)
-    frozen: bool = False
+    ema: Any = None  # moving average of the weights (timm's ModelEmaV3), or None
+    step: int = 0  # optimizer steps done
+    seconds: float = 0.0  # of training, including the time before the run was interrupted
+    total_steps: int = 0  # in the whole run; 0 until it is known
+    skipped: int = 0  # steps skipped because loss or gradient was not finite
+    skipped_in_a_row: int = 0  # how many of the latest steps were skipped
+    points: list[Tensor] = field(default_factory=list)  # loss and accuracy in the epoch, (2,) each
+    frozen: bool = False  # only the head is trained, and the model is always in evaluation mode
+    # A whole copy of a sharded model, of which only the first process has the weights; None if the
+    # model is whole.
     copy: nn.Module | None = None
 
     def evaluated(self) -> nn.Module:

@@ -33,44 +33,28 @@ class TrainingStep:
     Every random number in it is a function of the seed, the step number and the position of an
     image in the whole batch, so it does not matter how many processes share the batch. Only dropout
     of a model of timm depends on the process.
-
-    Attributes:
-        state: The state that is trained; changed in place.
-        forward: The model, possibly compiled and replicated; with features, its head.
-        preprocess: Normalizes the images.
-        classes: The C class names.
-        schedule: Image size, mixing and learning rate of each step.
-        augmentation: Settings of the augmentation.
-        label_smoothing: Probability mass spread over all classes, 0 to 1.
-        clip_grad: Maximum norm of the gradient; None disables clipping.
-        accumulate: Number of micro-batches into which a process splits its part of a batch. Batch
-            norm sees one of them at a time.
-        precision: Precision of matrix products.
-        seed: Seed of the run.
-        world: The processes that train together; each computes an equal part of the batch.
-        teacher: A trained model to learn from besides the labels, or None.
-        class_weights: (C,) weights of the classes in the loss, see `vit.data.sampling`, or None.
-        compiled: Whether `forward` is compiled.
-        features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
-            is the same in every epoch; None computes it from the images at each step.
     """
 
-    state: TrainState
-    forward: nn.Module
+    state: TrainState  # changed in place
+    forward: nn.Module  # the model, possibly compiled and replicated; with features, its head
     preprocess: Preprocess
     classes: tuple[str, ...]
     schedule: Schedule
     augmentation: AugmentConfig
-    label_smoothing: float
-    clip_grad: float | None
+    label_smoothing: float  # probability mass spread over all classes, 0 to 1
+    clip_grad: float | None  # maximum norm of the gradient; None disables clipping
+    # Number of micro-batches into which a process splits its part of a batch. Batch norm sees one
+    # of them at a time.
     accumulate: int
-    precision: torch.dtype
+    precision: torch.dtype  # of matrix products
     seed: int
-    world: World = World()  # noqa: RUF009
-    teacher: Teacher | None = None
-    class_weights: Tensor | None = None
+    world: World = World()  # noqa: RUF009 - each process computes an equal part of the batch
+    teacher: Teacher | None = None  # a trained model to learn from besides the labels
+    class_weights: Tensor | None = None  # (C,), in the loss, see `vit.data.sampling`
+    # What the head of a frozen model gets for each of the images, (N, D) float32, if it is the same
+    # in every epoch; None computes it from the images at each step.
     features: Tensor | None = None
-    compiled: bool = False
+    compiled: bool = False  # whether `forward` is
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on this process's part of a batch.
