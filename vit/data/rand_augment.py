@@ -85,15 +85,11 @@ def warp(images: Tensor, operations: Tensor, strength: float, signs: Tensor) -> 
     # The source of each pixel, x and y from -1 to 1 whatever the sides; shearing keeps the upper
     # left corner.
     shear_x, shear_y = aspect * shear * amounts["shear_x"], shear / aspect * amounts["shear_y"]
-    across = torch.stack(
+    matrix = [
         [angle.cos(), -aspect * angle.sin() + shear_x, shear_x - shift_x * amounts["translate_x"]],
-        dim=1,
-    )
-    down = torch.stack(
         [angle.sin() / aspect + shear_y, angle.cos(), shear_y - shift_y * amounts["translate_y"]],
-        dim=1,
-    )
-    sources = torch.stack([across, down], dim=1)
+    ]
+    sources = torch.stack([torch.stack(row, dim=1) for row in matrix], dim=1)
     grid = F.affine_grid(sources, list(images.shape), align_corners=False)
     moved = F.grid_sample(images.float(), grid, mode="nearest", align_corners=False)
     return moved.to(torch.uint8)

@@ -112,12 +112,9 @@ class Explanation:
     def _view(self) -> np.ndarray:
         """Return what the model sees, (height, width, 3): its part of the photo, and padding."""
         part = self.photo[self.seen]
-        (above, below), (left, right) = self.padding
-        height, width, channels = part.shape
-        view = np.empty((above + height + below, left + width + right, channels), dtype=np.uint8)
-        view[:] = self.fill
-        view[above : above + height, left : left + width] = part
-        return as_rgb(view)
+        inside = np.pad(np.ones((*part.shape[:2], 1), dtype=bool), (*self.padding, (0, 0)))
+        padded, fill = np.pad(part, (*self.padding, (0, 0))), np.array(self.fill, dtype=np.uint8)
+        return as_rgb(np.where(inside, padded, fill))
 
     def _framed_photo(self, height: int, width: int) -> np.ndarray:
         """Draw the photo with a frame around what the model sees, unless that is everything."""

@@ -93,13 +93,11 @@ def _statistic(title: str, statistic: Tensor) -> np.ndarray:
     low, span = values.min(), max(np.ptp(values), 0.05 * size)
     decimals = min(max(0, 1 - math.floor(math.log10(size))), 4)
     box = (28, max(48, 150 // values.shape[1]))
-    rows = []
-    for layer in values:
-        shades = colour(layer, ("Blues", (low, low + span), title))
-        rows.append([
-            _number(f"{value:.{decimals}f}", shade, box)
-            for value, shade in zip(layer, shades, strict=True)
-        ])  # fmt: skip
+    shades = colour(values, ("Blues", (low, low + span), title))
+    rows = [
+        [_number(f"{value:.{decimals}f}", shade, box) for value, shade in zip(*row, strict=True)]
+        for row in zip(values, shades, strict=True)
+    ]
     head = [f"head {number}" for number in range(values.shape[1])]
     labels = [f"layer {number}" for number in range(len(values))]
     return table(_headed(rows, head), box, title=title, labels=labels)

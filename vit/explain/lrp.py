@@ -77,11 +77,9 @@ def fixed_group_deviation(
     eps: float = 1e-5,
 ) -> Tensor:
     """Apply a group norm whose standard deviations are held fixed."""
-    groups = x.unflatten(1, (num_groups, -1))
-    y = fixed_deviation(_, groups, groups.shape[2:], eps=eps).flatten(1, 2)
-    channels = (-1, *[1] * (x.ndim - 2))
-    y = y if weight is None else y * weight.view(channels)
-    return y if bias is None else y + bias.view(channels)
+    groups, shape = x.unflatten(1, (num_groups, -1)), (num_groups, -1, *[1] * (x.ndim - 2))
+    scale, shift = (None if part is None else part.view(shape) for part in (weight, bias))
+    return fixed_deviation(_, groups, groups.shape[2:], scale, shift, eps).flatten(1, 2)
 
 
 def fixed_root(

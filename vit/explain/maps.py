@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.explain.lrp import propagate, smooth, token_relevance
-from vit.explain.rollout import (
-    HeadFusion,
-    Readout,
-    attention_gradients,
-    attention_rollout,
-)
+from vit.explain.rollout import HeadFusion, Readout, attention_gradients, attention_rollout
 from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
 from vit.registry import ALL_KINDS

@@ -25,14 +25,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-from vit.tensorboard_plugin.records import (
-    FRAMES_TAG,
-    MAX_WEIGHTS,
-    VERSION,
-    Details,
-    Live,
-    Record,
-)
+from vit.tensorboard_plugin.records import FRAMES_TAG, MAX_WEIGHTS, VERSION, Details, Live, Record
 
 PLUGIN_NAME = "attention"
 WEIGHTS_TAG = "{}/weights"  # of an image

@@ -16,7 +16,6 @@ from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FIL
 from vit.training.config import Config
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
-from vit.training.teacher import Teacher
 
 FEW_STEPS = 200  # to train from scratch
 LOSSES = 30  # number of recent losses shown when a run diverges
@@ -28,21 +27,18 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     precision = str(step.precision).removeprefix("torch.")
     variant = config.model.attention
     attention = "" if variant == "dot" else f", {variant} attention"
+    teacher = ""
+    if step.teacher is not None:
+        teacher = f"teacher  {step.teacher.name}, {step.teacher.fraction:.0%} of the target\n"
     return (
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}\n"
         f"model    {_model_text(config.model, step)}\n"
         f"device   {processes}{describe(images.device)}, {precision}{attention}, "
         f"{'' if step.compiled else 'not '}compiled\n"
-        f"{_teacher_text(step.teacher)}"
+        f"{teacher}"
         f"steps    {_steps_text(config, step, len(images))}\n"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
-
-
-def _teacher_text(teacher: Teacher | None) -> str:
-    if teacher is None:
-        return ""
-    return f"teacher  {teacher.name}, {teacher.fraction:.0%} of the target\n"
 
 
 def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:

@@ -65,13 +65,9 @@ class Muon(Optimizer):
                 weight.add_(_as_parameter(matrices.flatten(0, 1), parameter), alpha=-rate)
 
     def _ahead(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Average gradients and look ahead (Nesterov momentum).
+        """Average gradients and look ahead (Nesterov momentum): K matrices (m, n) of one shape.
 
-        Args:
-            parameters: Some whose matrices have the same shape.
-
-        Returns:
-            (K, m, n) in `precision`, whole also where the parameters are sharded.
+        They are in `precision`, and whole also where the parameters are sharded.
         """
         gradients, averages = [], []
         for parameter in parameters:
@@ -85,25 +81,17 @@ class Muon(Optimizer):
         momentum = self.param_groups[0]["momentum"]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, averages, momentum)
-        return torch.stack(
-            [
-                matrix
-                for part, parameter in zip(ahead, parameters, strict=True)
-                for matrix in to_full(_as_part(part.to(self.precision), parameter)).chunk(
-                    self.numbers[parameter]
-                )
-            ]
-        )
+        matrices: list[Tensor] = []
+        for part, parameter in zip(ahead, parameters, strict=True):
+            whole = to_full(_as_part(part.to(self.precision), parameter))
+            matrices += whole.chunk(self.numbers[parameter])
+        return torch.stack(matrices)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Bring the singular values of matrices close to 1 by Newton-Schulz iteration.
+    """Bring the singular values of matrices (K, m, n) close to 1 by Newton-Schulz iteration.
 
-    Args:
-        matrices: (K, m, n); bfloat16 is enough.
-
-    Returns:
-        (K, m, n), with singular values between 0.7 and 1.2.
+    The result has singular values between 0.7 and 1.2; bfloat16 is enough for it.
     """
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
