@@ -29,18 +29,11 @@ def on_cores(count: int) -> Iterator[None]:
 
 
 def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
-    """Apply a function to items, as many at a time as there are threads.
+    """Apply a function to items, as many at a time as there are threads; return results in order.
 
-    At most two items per thread are in memory. Modes of torch (`no_grad`, autocast) belong to a
-    thread: `work` sets those that it needs.
-
-    Args:
-        work: The function; several threads call it at once, and compute on one core each.
-        items: The items, which this thread takes from an iterator.
-        threads: Number of threads; a single one is the calling thread, with all of its cores.
-
-    Returns:
-        The results in the order of the items.
+    Each thread computes on one core; a single one is the calling thread, with all of its cores. At
+    most two items per thread are in memory, and the calling thread takes them from their iterator.
+    Modes of torch (`no_grad`, autocast) belong to a thread: `work` sets those that it needs.
     """
     if threads == 1:
         return [work(item) for item in items]

@@ -32,15 +32,11 @@ LOOPBACK = ("lo", "lo0")  # on Linux and macOS
 
 @contextlib.contextmanager
 def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[None]:
-    """Run a function in other processes of this machine, while this one runs it as well.
+    """Call a function in other processes of this machine, while this one does the same.
 
-    This process is the first one, so that it writes, prints, and ends with the exit code of the
-    run. Where torchrun has started the processes, none are started here.
-
-    Args:
-        count: Number of processes, this one included. Each gets an equal part of the cores.
-        work: The function.
-        *args: Its arguments.
+    They are `count` processes, this one included, and each gets an equal part of the cores. This
+    process is the first one, so that it writes, prints, and ends with the exit code of the run.
+    Where torchrun has started the processes, none are started here.
 
     Raises:
         ValueError: Another process was killed, or has failed with this error.

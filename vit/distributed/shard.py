@@ -31,14 +31,10 @@ def shards(
     device: torch.device,
     num_weights: int,
 ) -> bool:
-    """Decide whether the processes of a run shard its model.
+    """Decide whether the processes of a run shard its model; a single one has the whole model.
 
-    Args:
-        choice: `train.parallel`. "auto" shards a model whose weights, gradients and optimizer state
-            take more than half of an accelerator's memory.
-        world: The processes that train together. A single one has the whole model.
-        device: The device of this process.
-        num_weights: Number of weights in the model.
+    For a choice of "auto", they do if the weights, gradients and optimizer state take more than
+    half of an accelerator's memory.
     """
     if world.size == 1 or choice != "auto" or device.type == "cpu":
         return world.size > 1 and choice == "shard"
@@ -48,17 +44,13 @@ def shards(
 
 
 def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> None:
-    """Shard a model in place, each encoder block on its own and the rest together.
+    """Shard a model in place, and move its weights to a type of device.
 
+    Each encoder block, in `blocks` if there are any, is sharded on its own, and the rest together.
     While a block computes, its weights are whole and have the given precision. Those outside of
     blocks, which are few, and of blocks with batch norm stay float32, which torch's operations on
     them want. Gradients are added in float32. The weights must be the same in all processes when
     this is called. Buffers stay whole in each process.
-
-    Args:
-        model: A model whose encoder blocks are in `blocks`, if it has any.
-        device: The type of device to which the weights are moved.
-        precision: Precision of matrix products.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -90,9 +82,7 @@ def replicate(forward: nn.Module) -> DistributedDataParallel:
 def synchronize(forward: nn.Module, enabled: bool) -> None:
     """Set whether the next backward pass averages the gradients over the processes.
 
-    Args:
-        forward: What `replicate` returned, a sharded model, or a model of one process.
-        enabled: False for all micro-batches of a step but the last.
+    It does in the last micro-batch of a step only. The model may be replicated, sharded or neither.
     """
     if isinstance(forward, DistributedDataParallel):
         forward.require_backward_grad_sync = enabled

@@ -37,13 +37,9 @@ def derive(key: Tensor, numbers: Tensor) -> Tensor:
 
 
 def image_keys(seed: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the keys, (count,) int32, of consecutive images of a batch.
+    """Return the keys, (count,) int32, of images from position `first` of the whole batch on.
 
-    Args:
-        seed: 32 bits, different for each step.
-        first: Position of the first image in the whole batch.
-        count: Number of images.
-        device: Device of the keys.
+    The seed has 32 bits and is different for each step.
     """
     positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
     return derive(torch.tensor(seed).to(torch.int32), positions)

@@ -78,10 +78,7 @@ class PatchEmbed(nn.Module):
 
     @leaf_of_graphs
     def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Embed the patches of images.
-
-        Args:
-            images: (B, C, height, width).
+        """Embed the patches of images (B, C, height, width).
 
         Returns:
             Tokens (B, P, D) in row-major order, and their grid (rows, columns).
@@ -104,15 +101,11 @@ def image_conv(model: nn.Module, in_chans: int) -> nn.Conv2d | None:
 
 @torch.no_grad()
 def whiten(conv: nn.Conv2d, images: Tensor) -> None:
-    """Initialise a convolution to whiten the patches it sees.
+    """Initialise the first convolution of a model to whiten the patches it sees.
 
-    Its kernels become the principal components of the patches, strongest first, scaled to unit
-    variance; each component appears with both signs (arXiv 2404.00498, section 3.2). Kernels left
-    over keep their initial values.
-
-    Args:
-        conv: The first convolution of a model.
-        images: (B, C, height, width), normalized like the training images.
+    Its kernels become the principal components of the patches of images (B, C, height, width),
+    normalized like the training images: strongest first, scaled to unit variance, each with both
+    signs (arXiv 2404.00498, section 3.2). Kernels left over keep their initial values.
     """
     rows, columns = conv.kernel_size
     patches = F.unfold(images, (rows, columns), stride=conv.stride)
@@ -148,12 +141,8 @@ def conv_stem(
     last. For patch_size=4, embed_dim=128 and stem_width=32 the layers are 3 → 32, 32 → 64
     (stride 2), 64 → 64 (residual), 64 → 128 (stride 2).
 
-    Args:
-        patch_size: A power of two.
-        in_chans: Colour channels.
-        embed_dim: Output channels.
-        stem_width: Width of the first convolution, which doubles with each halving up to embed_dim;
-            None lets the width grow evenly. Multiples of 32 are fastest.
+    The width of the first convolution, stem_width, doubles with each halving up to embed_dim; None
+    lets the width grow evenly. Multiples of 32 are fastest.
 
     Returns:
         A module from (B, in_chans, h, w) to (B, embed_dim, h / patch_size, w / patch_size).
@@ -211,15 +200,8 @@ def resample_pos_embed(
 ) -> Tensor:
     """Resample position embeddings to another grid, by antialiased bicubic interpolation.
 
-    Args:
-        pos_embed: (1, N, D), for the prefix tokens and then the patches of old_grid in row-major
-            order.
-        old_grid: Rows and columns of patches.
-        new_grid: Those to resample to.
-        num_prefix_tokens: Tokens before the patches; their embeddings do not change.
-
-    Returns:
-        (1, num_prefix_tokens + rows * columns of new_grid, D).
+    They are (1, N, D), for the prefix tokens, whose embeddings do not change, and then the patches
+    of the old grid in row-major order. The result is (1, num_prefix_tokens + P of the new grid, D).
     """
     if new_grid == old_grid:
         return pos_embed

@@ -86,19 +86,13 @@ def unread_class(model: Any) -> str | None:
 class ReadWeights(TorchFunctionMode):
     """A context in which the softmax of attention follows a mask, and the weights are kept.
 
-    Differential attention (arXiv 2410.05258) subtracts weights between softmax and product, so
-    those that are kept may be negative.
-
-    Args:
-        mask: As for `MultiHeadSelfAttention.forward`.
-
-    Attributes:
-        weights: (B, H, N, N) for each block that ran.
+    The mask is that of `MultiHeadSelfAttention.forward`. Differential attention (arXiv 2410.05258)
+    subtracts weights between softmax and product, so those that are kept may be negative.
     """
 
     def __init__(self, mask: Tensor | None) -> None:
         super().__init__()
-        self.weights: list[Tensor] = []
+        self.weights: list[Tensor] = []  # (B, H, N, N) for each block that ran
         self._mask = None if mask is None else mask.unsqueeze(-3)
         self._is_attending = False
 
@@ -135,13 +129,10 @@ class TimmPatches:
 
 
 class TimmAttentionModel:
-    """Reads the attention of a timm model; the model is not changed, and has no hooks.
+    """Reads the attention of a model without an `unread_class`, which is not changed or hooked.
 
     The head may read more than `global_pool` says: with attention or maximum pooling, maps start
     from the mean of the patches; with a distillation token, from the class token.
-
-    Args:
-        model: A model without an `unread_class`.
     """
 
     def __init__(self, model: Any) -> None:

@@ -26,16 +26,11 @@ REFUSED = (
 def complete_arguments(
     name: str, arguments: Mapping[str, Any], img_size: tuple[int, int], in_chans: int
 ) -> dict[str, Any]:
-    """Add what depends on the images to the arguments of a timm model.
+    """Add what depends on the images to the arguments of a timm model, such as {"depth": 4}.
 
-    A model that takes an image size gets `img_size`. If it can resample its positions, it does, so
-    that training may start on smaller images.
-
-    Args:
-        name: "timm:" and the name of a model, see `timm.list_models`.
-        arguments: Arguments of the model, such as {"depth": 4}.
-        img_size: Height and width of the images, in pixels.
-        in_chans: Their channels.
+    The name is "timm:" and one of `timm.list_models`. A model that takes an image size gets
+    `img_size`, height and width in pixels. If it can resample its positions, it does, so that
+    training may start on smaller images.
 
     Raises:
         ValueError: There is no such model, or it cannot be built with these arguments.
