@@ -11,11 +11,9 @@ CGROUP = Path("/sys/fs/cgroup")  # the limits of a container on Linux
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device with a name.
+    """Return the device with a name: "cpu", or a type of accelerator ("cuda", "mps" or "xpu").
 
-    Args:
-        name: "cpu", a type of accelerator ("cuda", "mps" or "xpu"), or "auto" for this machine's
-            accelerator if it has one and the CPU otherwise.
+    "auto" is this machine's accelerator if it has one, and the CPU otherwise.
 
     Raises:
         ValueError: This machine does not have the device.

@@ -111,14 +111,10 @@ def to_full(tensor: Any) -> Tensor:
 
 
 def gathered(model: nn.Module, into: nn.Module) -> nn.Module:
-    """Collect the weights of a sharded model; called by all processes.
+    """Collect the weights of a sharded model in a whole one; called by all processes.
 
-    Args:
-        model: The sharded model.
-        into: A whole model of the same kind, in the first process on the CPU.
-
-    Returns:
-        In the first process a copy of `into` with the weights; in the others the sharded model.
+    The first process gets a copy of `into`, a whole model of the same kind on the CPU, with the
+    weights; the others get the sharded model.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

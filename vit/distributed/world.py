@@ -102,9 +102,7 @@ class ConnectionLost(Exception):
 def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     """Connect to the other processes that train together, if there are any.
 
-    Args:
-        device: The type of the device of each process.
-        timeout_minutes: How long a process waits for another one before it gives up.
+    A process waits for another one for so many minutes before it gives up.
 
     Raises:
         ConnectionLost: On leaving, if the code inside failed because another process did.

@@ -111,9 +111,7 @@ def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
 def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
     """Test whether the strongest patch is on the object (arXiv 1608.00507, for patches).
 
-    Args:
-        maps: (B, rows, columns).
-        masks: (B, H, W) bool, True on the object.
+    Maps are (B, rows, columns), and masks (B, H, W) bool, True on the object.
 
     Returns:
         (B,): 1 if the object covers at least half of the strongest patch, otherwise 0; the mean

@@ -39,13 +39,9 @@ def attention_picture(
 ) -> np.ndarray:
     """Draw an image, a map of it and the overlay of both; a row for each of several maps.
 
-    Args:
-        image: The image.
-        maps: Its maps by kind, which may differ in size.
-        caption: Lines above the image.
-        explained: The class that class-specific maps explain.
-        name: The name of the image, above everything.
-        **rollout: Options of `vit.explain.rollout.attention_rollout`, for the titles.
+    The maps, by kind, may differ in size. Their titles name the class that class-specific ones
+    explain, and the options `rollout` of `attention_rollout`. The name is written above everything,
+    the caption above the image.
     """
     rows, pixels, bars = [], as_pixels(image), [bar_of(kind) for kind in maps]
     for (kind, heat), bar in zip(maps.items(), bars, strict=True):
@@ -120,18 +116,10 @@ def gallery_picture(
     headings: Sequence[Sequence[str]] = (),
     columns: int = 4,
 ) -> np.ndarray:
-    """Draw images, each followed by its overlays if there are maps, several images per row.
+    """Draw B images, each followed by its overlays if there are maps, several images per row.
 
-    Images are drawn larger if long captions need the room.
-
-    Args:
-        title: What the gallery shows.
-        images: B images.
-        names: Their names, written above the captions.
-        captions: Their captions.
-        maps: (B, M, rows, columns) signed maps to lay over each image, or None.
-        headings: For each image, M headings above its overlays.
-        columns: Images per row.
+    Names are written above the captions. Maps are signed, (B, M, rows, columns), with M headings
+    for the overlays of each image. Images are drawn larger if long captions need the room.
     """
     words = "\n".join([*captions, *("\n".join(heads) for heads in headings)])
     side = math.ceil(min(224, max(112, *map(text_width, words.split("\n")))))

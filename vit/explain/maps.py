@@ -49,12 +49,8 @@ def map_of(
 ) -> Tensor:
     """Compute a map (B, rows, columns) float32 from what its kind needs, in the unit of its kind.
 
-    Args:
-        kind: Key of `ALL_KINDS`.
-        reader: The model.
-        grid: Rows and columns of patches.
-        *given: What the function of the kind takes, see `vit.registry.MapKind`.
-        **options: Options of those kinds that take any.
+    That is what the function of the kind takes, see `vit.registry.MapKind`. Options are passed to
+    those kinds that take any.
     """
     entry = ALL_KINDS[kind]
     keywords = dict(options) if entry.options else {}

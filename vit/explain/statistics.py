@@ -60,11 +60,8 @@ def sink_mass(weights: Sequence[Tensor]) -> Tensor:
 def largest_patch_norm(tokens: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:
     """Compute the largest Euclidean norm of a patch token after each layer, mean over images: (L,).
 
-    Outliers are patches that the model uses as registers (arXiv 2309.16588).
-
-    Args:
-        tokens: L outputs of the encoder blocks, (B, N, D).
-        num_prefix_tokens: Tokens before the patches.
+    The tokens are L outputs of the encoder blocks, (B, N, D). Outliers are patches that the model
+    uses as registers (arXiv 2309.16588).
     """
     patches = [layer[:, num_prefix_tokens:].float() for layer in tokens]
     return torch.stack([layer.norm(dim=-1).amax(dim=1).mean() for layer in patches])

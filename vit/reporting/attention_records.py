@@ -74,13 +74,9 @@ def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
 def read_attention(
     classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], **rollout: Any
 ) -> Attention:
-    """Run a model on a batch of images, in float32, and compute the maps of all classes.
+    """Run a model on images (B, channels, H, W) uint8, in float32, and compute all of their maps.
 
-    Args:
-        classifier: A model with maps.
-        images: (B, channels, H, W) uint8.
-        wanted: Classes to explain in any case, (B,) int64 each.
-        **rollout: Options of `vit.explain.rollout.attention_rollout`.
+    They are those of `MAP_KINDS` for `explained_classes`, with options of `attention_rollout`.
     """
     model = require_attention(classifier.model)
     # The images require gradients, so that the weights do too even if all parameters are frozen.
@@ -114,14 +110,10 @@ def attention_records(
     target: int | None = None,
     **rollout: Any,
 ) -> Iterator[tuple[Attention, list[Record | None]]]:
-    """Read the attention of images batch by batch, and make their records.
+    """Read the attention of images in memory batch by batch, and make their records.
 
-    Args:
-        classifier: A model with maps.
-        images: The images, in memory.
-        frames: From `read_frames`, for the features of the images; None leaves features out.
-        target: A class to explain in any case.
-        **rollout: Options of `vit.explain.rollout.attention_rollout`.
+    Frames come from `read_frames`, for the features of the images; None leaves features out. The
+    target is a class to explain in any case, and options are those of `attention_rollout`.
 
     Yields:
         The attention of up to four images, and a record of each; None for all of them if a number

@@ -120,14 +120,9 @@ class LiveLog:
     ) -> Iterator[Summary]:
         """Yield the graph, the first time, and weights, if they fit beside those of later steps.
 
-        Weights are float16 if that changes no logit of the images by more than `HALF_ERROR`. If the
+        Weights are float16 if that changes no logit of the images (B, channels, H, W) uint8 by more
+        than `HALF_ERROR`. `later` is the number of steps that are planned after this one. If the
         model cannot be exported, a warning says why, and so does the tab.
-
-        Args:
-            classifier: The model at this step.
-            images: (B, channels, H, W) uint8.
-            step: Optimizer steps done.
-            later: Number of steps planned after this one.
         """
         if self._live is None:
             self._live = self._export(classifier)

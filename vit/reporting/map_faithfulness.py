@@ -43,15 +43,9 @@ def measure_maps(
     seed: int,
     **rollout: Any,
 ) -> Table:
-    """Measure the faithfulness of kinds of map, and of two baselines, for the predicted class.
+    """Measure the faithfulness of kinds of map for the predicted class, see `score_maps`.
 
-    Args:
-        classifier: The model.
-        images: Test images; if they have masks, the maps are compared with the masks too.
-        kinds: Keys of `vit.registry.ALL_KINDS`.
-        batch_size: Images per forward pass.
-        seed: Seed of the random maps.
-        **rollout: Options of `vit.explain.rollout.attention_rollout`.
+    The kinds are keys of `vit.registry.ALL_KINDS`; options are those of `attention_rollout`.
     """
     logits, maps = classifier.maps(
         images.pixels(), kinds, precision=classifier.precision, batch_size=batch_size, **rollout
@@ -70,17 +64,9 @@ def score_maps(
 ) -> Table:
     """Measure the faithfulness of maps (B, rows, columns) by kind, and of two baselines.
 
-    Those of pixels are averaged over each patch before patches are hidden. A progress bar is shown
-    on terminals.
-
-    Args:
-        classifier: The model.
-        images: The B images, perhaps with masks.
-        maps: The maps.
-        target: (B,) int64, the classes that they explain.
-        batch_size: Images per forward pass.
-        seed: Seed of the random maps.
-        fill: Replaces hidden pixels.
+    The maps explain the classes `target`, (B,) int64. Those of pixels are averaged over each patch
+    before patches are hidden. If the B images have masks, the maps are compared with them too. The
+    seed is that of the random baseline. A progress bar is shown on terminals.
 
     Returns:
         For each map and metric, the mean over images and half the width of its 95% interval.

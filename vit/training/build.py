@@ -33,12 +33,7 @@ TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
 def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -> TrainingStep:
-    """Build the training step with its schedule, and its state: new, pretrained or resumed.
-
-    Args:
-        run: The run.
-        training: The training images.
-        source: The pretrained weights that a new run starts from, if any.
+    """Build the training step with its schedule, and its state: new, from a source, or resumed.
 
     Raises:
         ValueError: The checkpoint is beyond the last step, does not fit, or torch lacks what it
@@ -126,11 +121,8 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
 def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
     """Benchmark each phase of a run and return the number of steps that end in time, at least 1.
 
-    Args:
-        step: The training step; its state is restored.
-        training: The training images.
-        end: When training has to end, in seconds as `time.perf_counter` counts them.
-        logged: How many times the attention of an image is logged until then.
+    Training has to end when `time.perf_counter` returns `end`; `logged` is how many times the
+    attention of an image is logged until then. The state of the step is restored.
     """
     before = copy.deepcopy(step.state.state_dict())
     seconds_per_step = mean_step_seconds(step, training)

@@ -20,9 +20,7 @@ def set_lr(optimizers: list[Optimizer], factor: float) -> None:
 
 
 def build_optimizers(
-    model: nn.Module,
-    settings: OptimConfig,
-    precision: torch.dtype = torch.bfloat16,
+    model: nn.Module, settings: OptimConfig, precision: torch.dtype = torch.bfloat16
 ) -> list[Optimizer]:
     """Build the optimizers of a VisionTransformer or of a model of timm.
 

@@ -73,13 +73,10 @@ class TrainState:
         """Restore what `state_dict` returned; settings of the optimizers stay as configured."""
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
-            groups = [
-                {key: value for key, value in group.items() if key not in ("params", "lr")}
-                for group in optimizer.param_groups
-            ]
+            configured = [dict(group) for group in optimizer.param_groups]
             optimizer.load_state_dict(values)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+            for group, settings in zip(optimizer.param_groups, configured, strict=True):
+                group.update(settings, lr=group["lr"])
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"] or state["model"])
         self._load_counts(state)
@@ -146,12 +143,8 @@ def build_state(
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
-    Args:
-        run: The run.
-        num_classes: Number of classes.
-        sample: Training images (B, channels, H, W) uint8 from which the first kernels are
-            whitened, if any.
-        weights: Pretrained weights by name, if any.
+    The first kernels are whitened from a sample of training images (B, channels, H, W) uint8, if
+    any. Pretrained weights are given by name.
     """
     config, world, device = run.config, run.world, run.device
     torch.manual_seed(fold_in(config.train.seed, "init"))

@@ -59,9 +59,7 @@ class TrainingStep:
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on this process's part of a batch.
 
-        Args:
-            images: (B, channels, H, W) uint8, on the device.
-            labels: (B,) int64, on the device.
+        Images (B, channels, H, W) uint8 and labels (B,) int64 are on the device.
 
         Returns:
             (2,): mean loss and accuracy over all processes, on the device; NaN if the step was

@@ -26,11 +26,9 @@ class Teacher:
     name: str
 
     def mix(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Mix targets (B, C) with the probabilities of the teacher for the same images.
+        """Mix targets with the teacher's probabilities of the classes, both (B, C) float32.
 
-        Args:
-            images: (B, channels, H, W) float32, normalized and augmented.
-            targets: (B, C) float32, probabilities of the classes.
+        The images are (B, channels, H, W) float32, normalized and augmented.
         """
         probabilities = self.classifier.forward(images).softmax(dim=1)
         return targets.lerp(probabilities, self.fraction)
