@@ -15,11 +15,9 @@ from vit.registry import ALL_KINDS
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCALE = (0.0, 3.0)  # units of uniform attention
-
 Bar = tuple[str, tuple[float, float], str]  # name of a colour table, scale, label
-UNIFORM: Bar = ("inferno", SCALE, "× uniform")
-SIGNED: Bar = ("RdBu_r", (-SCALE[1], SCALE[1]), "against ← → for, × mean")
+UNIFORM: Bar = ("inferno", (0.0, 3.0), "× uniform")
+SIGNED: Bar = ("RdBu_r", (-3.0, 3.0), "against ← → for, × mean")
 
 
 def bar_of(kind: str) -> Bar:

@@ -17,22 +17,22 @@ NUMBERS = 32  # K: one for what is left out, the others components
 SPREAD = 2.5  # standard deviations at the ends of the scale of colours, as in features.js
 
 
-def fit_frames(batches: Iterable[Sequence[Tensor]], numbers: int = NUMBERS) -> Tensor:
+def fit_frames(batches: Iterable[Sequence[Tensor]]) -> Tensor:
     """Find the principal components of patch tokens in batches of L tensors (B, P, D).
 
     The largest entry of an axis is positive, as in scikit-learn's PCA.
 
     Returns:
-        (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first. K is `numbers`,
+        (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first. K is `NUMBERS`,
         or smaller if D is.
     """
     frames = []
     for layer in zip(*batches, strict=True):
         tokens = torch.cat(layer).flatten(0, 1).cpu().double()
         values, vectors = torch.linalg.eigh(torch.cov(tokens.T, correction=0))
-        directions = vectors.flip(1).T[: numbers - 1]
+        directions = vectors.flip(1).T[: NUMBERS - 1]
         largest = directions.abs().argmax(dim=1, keepdim=True)
-        lengths = values.flip(0)[: numbers - 1, None].clamp(min=0).sqrt()
+        lengths = values.flip(0)[: NUMBERS - 1, None].clamp(min=0).sqrt()
         axes = lengths * directions * directions.gather(1, largest).sign()
         frames.append(torch.cat([tokens.mean(dim=0, keepdim=True), axes]))
     return torch.stack(frames).float()

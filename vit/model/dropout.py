@@ -99,12 +99,10 @@ class StochasticDepth(Dropout):
 
 @contextlib.contextmanager
 def keyed_dropout(model: nn.Module, keys: Tensor) -> Iterator[None]:
-    """Give the images of a batch keys, for the forward pass and the backward pass.
+    """Give the images of a batch keys (B,), see `image_keys`, in forward and backward pass.
 
-    Args:
-        model: Its modules of type `Dropout` with a rate above 0 are the L layers, numbered in the
-            order of `model.modules()`. Other dropout is not affected.
-        keys: (B,) int32, see `image_keys`.
+    Modules of type `Dropout` with a rate above 0 are the L layers, numbered in the order of
+    `model.modules()`. Other dropout is not affected.
     """
     layers = [module for module in model.modules() if isinstance(module, Dropout) and module.p > 0]
     numbers = torch.arange(len(layers), dtype=torch.int32, device=keys.device)

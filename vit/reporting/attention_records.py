@@ -55,9 +55,7 @@ class Attention:
 def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
     """Choose the classes to explain: all if there are at most ten, else six for each image.
 
-    Args:
-        logits: (B, C).
-        wanted: Classes (B,) that are among the six; the most probable classes are the others.
+    Wanted ones, (B,) each, are among the six; the most probable ones by logits (B, C) are the rest.
 
     Returns:
         (K, B) int64, on the device of the logits.
