@@ -82,7 +82,8 @@ def replicate(forward: nn.Module) -> DistributedDataParallel:
 def synchronize(forward: nn.Module, enabled: bool) -> None:
     """Set whether the next backward pass averages the gradients over the processes.
 
-    It does in the last micro-batch of a step only. The model may be replicated, sharded or neither.
+    `enabled` is False for all micro-batches of a step but the last. The model may be replicated,
+    sharded, or that of a single process.
     """
     if isinstance(forward, DistributedDataParallel):
         forward.require_backward_grad_sync = enabled

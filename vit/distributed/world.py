@@ -102,7 +102,7 @@ class ConnectionLost(Exception):
 def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     """Connect to the other processes that train together, if there are any.
 
-    A process waits for another one for so many minutes before it gives up.
+    A process waits `timeout_minutes` for another one before it gives up.
 
     Raises:
         ConnectionLost: On leaving, if the code inside failed because another process did.

@@ -44,7 +44,7 @@ class AttentionLogging:
     seed: int = 0  # of the choice of images to which the frames of features are fitted
     held_out: ImageSet | None = None  # on which heads are muted at the last step; None skips that
     live: LiveLog | None = None  # stores the model for the Attention tab; None skips that
-    fitted: ImageSet | None = None  # to some of these, frames are fitted; None: no features
+    fitted: ImageSet | None = None  # frames of features are fitted to some; None logs no features
     name: ClassVar[str] = "logging attention"
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:

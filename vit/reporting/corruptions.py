@@ -97,8 +97,9 @@ def _read_stored(path: Path, settings: str, count: int) -> dict[str, Tensor]:
     largest = len(SEVERITIES) * count + 1000  # bytes of results, or of the settings, and a header
     try:
         with path.open("rb") as content, np.load(content) as file:
-            large = any(member.file_size > largest for member in file.zip.infolist())
-            stored = {} if large else dict(file)
+            if any(member.file_size > largest for member in file.zip.infolist()):
+                return {}
+            stored = dict(file)
         same = np.array_equal(stored.pop("settings"), settings)
         fits = all(
             (shapes[kind], np.bool_) == (hits.shape, hits.dtype) for kind, hits in stored.items()

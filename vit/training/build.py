@@ -33,7 +33,7 @@ TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
 def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -> TrainingStep:
-    """Build the training step with its schedule, and its state: new, from a source, or resumed.
+    """Build the training step with its schedule, and its state: new, pretrained or resumed.
 
     Raises:
         ValueError: The checkpoint is beyond the last step, does not fit, or torch lacks what it

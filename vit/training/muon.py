@@ -91,7 +91,7 @@ class Muon(Optimizer):
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Bring the singular values of matrices (K, m, n) close to 1 by Newton-Schulz iteration.
 
-    The result has singular values between 0.7 and 1.2; bfloat16 is enough for it.
+    The results are between 0.7 and 1.2; bfloat16 is precise enough.
     """
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]

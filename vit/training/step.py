@@ -30,9 +30,10 @@ from vit.training.teacher import Teacher
 class TrainingStep:
     """One optimizer step; the training loop, the time budget and the benchmarks all call it.
 
-    Every random number in it is a function of the seed, the step number and the position of an
-    image in the whole batch, so it does not matter how many processes share the batch. Only dropout
-    of a model of timm depends on the process.
+    Each process of the world computes an equal part of the batch. Every random number in it is a
+    function of the seed, the step number and the position of an image in the whole batch, so it
+    does not matter how many processes there are. Only dropout of a model of timm depends on the
+    process.
     """
 
     state: TrainState  # changed in place
@@ -48,7 +49,7 @@ class TrainingStep:
     accumulate: int
     precision: torch.dtype  # of matrix products
     seed: int
-    world: World = World()  # noqa: RUF009 - each process computes an equal part of the batch
+    world: World = World()  # noqa: RUF009
     teacher: Teacher | None = None  # a trained model to learn from besides the labels
     class_weights: Tensor | None = None  # (C,), in the loss, see `vit.data.sampling`
     # What the head of a frozen model gets for each of the images, (N, D) float32, if it is the same
