@@ -67,21 +67,19 @@ class Validation:
 
     def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield val/loss (nats) and val/accuracy (0 to 1)."""
-        logits = self._head_alone(classifier) if self.frozen else None
-        if logits is None:
-            result, _ = evaluate(classifier, self.images)
+        model: Any = classifier.model
+        head = model.get_classifier()  # ours and timm's have this method
+        if self.frozen and isinstance(head, nn.Linear):
+            logits = self._classify_features(classifier, head).cpu()
+            result = report(logits, self.images.labels.cpu(), self.images.classes)
         else:
-            result = report(logits.cpu(), self.images.labels.cpu(), self.images.classes)
+            result, _ = evaluate(classifier, self.images)
         yield "val/loss", result["loss"]
         yield "val/accuracy", result["accuracy"]
 
     @torch.no_grad()
-    def _head_alone(self, classifier: Classifier) -> Tensor | None:
-        """Return logits (N, C), with features of the first call; None if the head is not linear."""
-        model: Any = classifier.model  # ours and timm's have this method
-        head = model.get_classifier()
-        if not isinstance(head, nn.Linear):
-            return None
+    def _classify_features(self, classifier: Classifier, head: nn.Linear) -> Tensor:
+        """Return logits (N, C) of the features of the first call."""
         if self._features is None:
             self._features = classifier.features(self.images)
         with autocast(classifier.device, classifier.precision):
