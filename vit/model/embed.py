@@ -141,8 +141,12 @@ def conv_stem(
     last. For patch_size=4, embed_dim=128 and stem_width=32 the layers are 3 → 32, 32 → 64
     (stride 2), 64 → 64 (residual), 64 → 128 (stride 2).
 
-    The width of the first convolution, stem_width, doubles with each halving up to embed_dim; None
-    lets the width grow evenly. Multiples of 32 are fastest.
+    Args:
+        patch_size: A power of two.
+        in_chans: Colour channels.
+        embed_dim: Output channels.
+        stem_width: Width of the first convolution, which doubles with each halving up to embed_dim;
+            None lets the width grow evenly. Multiples of 32 are fastest.
 
     Returns:
         A module from (B, in_chans, h, w) to (B, embed_dim, h / patch_size, w / patch_size).
@@ -200,8 +204,15 @@ def resample_pos_embed(
 ) -> Tensor:
     """Resample position embeddings to another grid, by antialiased bicubic interpolation.
 
-    They are (1, N, D), for the prefix tokens, whose embeddings do not change, and then the patches
-    of the old grid in row-major order. The result is (1, num_prefix_tokens + P of the new grid, D).
+    Args:
+        pos_embed: (1, N, D), for the prefix tokens and then the patches of old_grid in row-major
+            order.
+        old_grid: Rows and columns of patches.
+        new_grid: Those to resample to.
+        num_prefix_tokens: Tokens before the patches; their embeddings do not change.
+
+    Returns:
+        (1, num_prefix_tokens + rows * columns of new_grid, D).
     """
     if new_grid == old_grid:
         return pos_embed

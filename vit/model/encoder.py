@@ -107,9 +107,13 @@ class LayerScale(nn.Module):
 class EncoderBlock(nn.Module):
     """A pre-norm transformer block (arXiv 2010.11929, eq. 2 and 3) with timm's parameter names.
 
-    `init_values` is the initial layer scale, None for no layer scale; `drop_path` the probability
-    of skipping a residual branch, per image (arXiv 1603.09382); `norm_eps` is added to the variance
-    in layer norms.
+    Args:
+        attn: Attention.
+        mlp: MLP.
+        dim: D, token width.
+        init_values: Initial layer scale; None means no layer scale.
+        drop_path: Probability of skipping a residual branch, per image (arXiv 1603.09382).
+        norm_eps: Added to the variance in layer norms.
     """
 
     def __init__(
@@ -139,10 +143,16 @@ class EncoderBlock(nn.Module):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply attention and the MLP to (B, N, D); only `NeighbourConv` uses the grid.
+        """Apply attention and the MLP.
 
-        The mask and the weights that need_weights adds to the result, (B, H, N, N) before dropout,
-        are those of `MultiHeadSelfAttention.forward`.
+        Args:
+            x: (B, N, D).
+            grid: Rows and columns of patches; only `NeighbourConv` uses it.
+            mask: Attention mask, see `MultiHeadSelfAttention.forward`.
+            need_weights: Whether to return the attention weights too.
+
+        Returns:
+            (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
         """
         attended = self.attn(self.norm1(x), mask, need_weights)
         attended, weights = attended if need_weights else (attended, None)
