@@ -47,8 +47,9 @@ def write_folder(
 
     folder = target.with_name(f".{target.name}.tmp")
     if main:  # before torch's exchange, after which all processes write
-        delete(folder)
-        folder.mkdir(parents=True)  # and no link that was there
+        with contextlib.suppress(OSError):  # torch's exchange tells the others if it fails
+            delete(folder)
+            folder.mkdir(parents=True)  # so that no link is there
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
