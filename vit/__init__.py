@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vit.training.config import Config as Config
     from vit.training.train import train as train
 
-__version__ = "1.0.0"
+__version__ = "1.0.1"
 
 _MODULES = {
     "Classifier": "vit.classifier",
