@@ -12,7 +12,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
-from vit.training.config import from_dict
+from vit.training.config import Config
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,7 +61,7 @@ def save_untrained(
     calibration: Calibration | None = None,
 ) -> Path:
     """Save a model with random weights, of drawn shapes unless `data` says otherwise."""
-    config = from_dict({"out": str(folder), "data": {"name": "shapes", **(data or {})},
+    config = Config(**{"out": str(folder), "data": {"name": "shapes", **(data or {})},
                         "model": {"zero_init": False, **model}})  # fmt: skip
     preprocess = preprocess or Preprocess.from_config(config.data)
     torch.manual_seed(seed)

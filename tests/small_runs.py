@@ -28,7 +28,7 @@ from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.build import build_step
-from vit.training.config import Config, from_dict, to_dict
+from vit.training.config import Config, to_dict
 from vit.training.loop import Loop
 from vit.training.start import Run
 from vit.training.state import TrainState, build_state
@@ -60,7 +60,7 @@ STEPS = 6 * (320 // 64)
 
 def small(out: Path, **changes: dict[str, Any]) -> Config:
     parts = {part: {**values, **changes.get(part, {})} for part, values in SMALL.items()}
-    return from_dict({"out": str(out), **parts})
+    return Config(**{"out": str(out), **parts})
 
 
 def begin(

@@ -34,7 +34,7 @@ from vit.reporting.config import (
 )
 from vit.settings import changed_keys, keys
 from vit.training.checks import check_config
-from vit.training.config import Config, from_dict, to_dict
+from vit.training.config import Config, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -142,7 +142,7 @@ def test_printed_config_is_a_config_that_gives_the_same_run(
     file.write_text(capsys.readouterr().out)
     again, options = parse_train(["--config", str(file)])
     config, _ = parse_train(["--model.depth", "7"])
-    assert again == config == from_dict(to_dict(config)) and config.model.depth == 7
+    assert again == config == Config(**to_dict(config)) and config.model.depth == 7
     assert options == {"overwrite": False, "allow_changes": False}
     old = to_dict(parse_train(["--out", "x"])[0])
     assert changed_keys(old, to_dict(config)) == ["model.depth: 4 -> 7", "out: x -> runs/quick"]
@@ -267,7 +267,7 @@ def test_a_command_has_its_settings_and_report_is_the_default(
 def test_a_model_that_cannot_be_built_is_refused_before_data_is_read() -> None:
     data = {"name": "shapes", "image_size": (32, 48)}
     with pytest.raises(ValueError, match=r"^model\.patch_size: 5 does not divide img_size=32 x 48"):
-        check_config(from_dict({"data": data, "model": {"patch_size": 5}}))
+        check_config(Config(**{"data": data, "model": {"patch_size": 5}}))
     line = "^model.depth: 0 is not allowed; it must be greater than or equal to 1$"
     for make in (ModelConfig, partial(replace, ModelConfig())):  # as on the command line
         with pytest.raises(ValueError, match=line):
@@ -282,7 +282,7 @@ def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
         file.write_text(f"data: {{image_size: {text}}}")
         config, _ = parse_train(["--config", str(file)])
         assert config.data.image_size == expected
-        assert from_dict(to_dict(config)) == config
+        assert Config(**to_dict(config)) == config
         words = text.strip("[]").replace(",", "").split()
         assert parse_train(["--data.image_size", *words])[0].data.image_size == expected
 

@@ -14,8 +14,8 @@ from PIL import Image
 
 from command_line import Call
 from vit.console import note, printable, say
-from vit.reporting.tables import columns, markdown, markdown_table, text_table
-from vit.training.config import from_dict
+from vit.reporting.tables import _columns, markdown, markdown_table, text_table
+from vit.training.config import Config
 from vit.training.train import train
 
 CLASSES = (
@@ -46,7 +46,7 @@ def test_any_text_is_one_line_of_printable_characters(text: str) -> None:
 def test_tables_are_aligned_whatever_their_cells(cells: list[str]) -> None:
     rows = [["name", "b"], *([cell, str(number)] for number, cell in enumerate(cells))]
     lines = text_table(rows)
-    assert len(lines) == len(rows) and len({columns(line) for line in lines}) == 1
+    assert len(lines) == len(rows) and len({_columns(line) for line in lines}) == 1
 
 
 @given(st.text(st.sampled_from("ab_*`[]()<>|!&~#$\\\n \t-:.x")))
@@ -94,7 +94,7 @@ def test_every_command_prints_the_names_of_others_as_text(
         "train": {"epochs": 1, "batch_size": 8, "device": "cpu", "small_share": 0, "whiten": False},
         "track": {"probes": 1, "milestones": 1, "live_mb": 0},
     }  # fmt: skip
-    train(from_dict({"out": str(run), "model": model, **settings}))
+    train(Config(**{"out": str(run), "model": model, **settings}))
     trained = capsys.readouterr()
     assert any("\\x1b[2Jbad" in line for line in shown(trained.err)) and shown(trained.out)
 

@@ -26,7 +26,7 @@ from vit.evaluation import report
 from vit.model_file import BUNDLED, load_model
 from vit.reporting.model_card import model_card, write_hub
 from vit.reporting.tables import metrics_table
-from vit.training.config import from_dict, to_dict
+from vit.training.config import Config, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0" * 40
@@ -160,7 +160,7 @@ def test_included_models_are_small_and_carry_their_config(name: str) -> None:
     assert saved.path == same.path and saved.name == name
     assert saved.run == Path("runs/included") / name and saved.finished
     assert saved.path == BUNDLED / f"{name}.safetensors"
-    assert saved.config == from_dict(to_dict(saved.config)) and saved.config.data.name == "cifar10"
+    assert saved.config == Config(**to_dict(saved.config)) and saved.config.data.name == "cifar10"
     assert saved.classifier.classes[8] == "ship" and len(saved.classifier.classes) == 10
     assert saved.classifier.preprocess == Preprocess.from_config(DataConfig(name="cifar10"))
     assert (saved.classifier.calibration is not None) == (name == "cifar10")

@@ -14,7 +14,7 @@ from PIL import Image
 from command_line import Call
 from vit.run.sharded import read_state, write_folder
 from vit.run.tracker import event_writer
-from vit.training.config import Config, from_dict
+from vit.training.config import Config
 from vit.training.train import train
 
 MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
@@ -35,7 +35,7 @@ def config_of(out: Path, root: Path) -> Config:
         "train": {"epochs": 1, "batch_size": 8, "device": "cpu", "small_share": 0, "whiten": False},
         "track": {"probes": 1, "milestones": 1, "live_mb": 0},
     }
-    return from_dict({"out": str(out), "model": MODEL, **settings})
+    return Config(**{"out": str(out), "model": MODEL, **settings})
 
 
 @pytest.fixture(scope="module")

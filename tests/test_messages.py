@@ -8,7 +8,7 @@ import torch
 from small_runs import begin, small
 from vit.evaluation import report
 from vit.training.build import build_step
-from vit.training.config import from_dict, to_dict
+from vit.training.config import Config, to_dict
 from vit.training.messages import end_text, start_text
 from vit.training.train import load_data
 
@@ -20,7 +20,7 @@ def start_of(count: int, held: int, budget: float | None = None, **changes: dict
     training, held_out = load_data(run)
     values = to_dict(config)
     values["train"]["budget_minutes"] = budget
-    return start_text(from_dict(values), build_step(run, training), training, held_out)
+    return start_text(Config(**values), build_step(run, training), training, held_out)
 
 
 def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:

@@ -40,7 +40,7 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
 from vit.training.checks import check_config
-from vit.training.config import Config, from_dict, to_dict
+from vit.training.config import Config, to_dict
 from vit.training.train import load_data, train
 
 ARCHITECTURES = (
@@ -340,7 +340,7 @@ def tuned(out: Path, pretrained: str, **changes: dict[str, Any]) -> Config:
     regularised = {key: value for key, value in values["model"].items() if key.endswith("_rate")}
     values["model"] = {"pretrained": pretrained, **regularised, **changes.get("model", {})}
     values["train"]["epochs"] = 3
-    return from_dict(values)
+    return Config(**values)
 
 
 def a_run(run: Path) -> Path:
@@ -392,7 +392,7 @@ def test_a_run_does_not_replace_the_weights_that_it_starts_from(tmp_path, place)
 def test_weights_inside_the_folder_of_a_run_that_resumes_are_fine(tmp_path):
     run = a_run(tmp_path / "run")
     (run / "model.safetensors").unlink()
-    config = from_dict(yaml.safe_load((run / "config.yaml").read_text()))
+    config = Config(**yaml.safe_load((run / "config.yaml").read_text()))
     named = Config(out=str(run), model=dataclasses.replace(config.model, pretrained=str(run)))
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(named)))
     assert resolve_pretrained(named, False) == (named, None)
@@ -455,7 +455,7 @@ def timm_run(
     pretrained: Path, name: str, arguments: Any, data: dict[str, Any] | None = None, **train: Any
 ) -> Config:
     """Return the config of a run that starts from weights of a model of timm."""
-    return from_dict({
+    return Config(**{
         "data": {"name": "shapes", "val_size": 20, "train_size": 64, **(data or {})},
         "model": {"name": f"timm:{name}", "timm_args": arguments, "pretrained": str(pretrained)},
         "optim": {"name": "adamw"},

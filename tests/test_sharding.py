@@ -25,8 +25,9 @@ from vit.run.checkpoint import (
     read_checkpoint,
 )
 from vit.run.sharded import STATE_FILE, SUMS_FILE
+from vit.settings import parse
 from vit.training.compile import missing_tool
-from vit.training.config import Config, from_dict
+from vit.training.config import Config, StoredConfig
 from vit.training.loop import Loop
 from vit.training.step import TrainingStep
 from worlds import in_world, keep_losses, loop_of, with_parallel
@@ -252,4 +253,4 @@ def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_hybrid_run_of_an_earlier_version_loads() -> None:
-    assert from_dict({"train": {"parallel": "hybrid"}}).train.parallel == "shard"
+    assert parse(StoredConfig, {"train": {"parallel": "hybrid"}}, "old").train.parallel == "shard"

@@ -24,7 +24,7 @@ from vit.reporting.config import MapsConfig, PhotoConfig, ReportConfig
 from vit.reporting.predictions import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config
-from vit.training.config import Config, OptimConfig, from_dict, to_dict
+from vit.training.config import Config, OptimConfig, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.train import train
 
@@ -45,7 +45,7 @@ def config(out: Path, parts: dict[str, Any]) -> Config:
         "optim": {"ema_decay": 0.9, **parts.get("optim", {})},
         "model": parts["model"],
     }  # fmt: skip
-    return from_dict({"out": str(out), **run})
+    return Config(**{"out": str(out), **run})
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
@@ -137,7 +137,7 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
             check_config(config)
     model = ModelConfig(name="timm:test_vit", timm_args=expected)
     assert model == ModelConfig(name="timm:test_vit", timm_args={**expected, "depth": "2"})
-    assert from_dict(json.loads(json.dumps(to_dict(Config(model=model))))).model == model
+    assert Config(**json.loads(json.dumps(to_dict(Config(model=model))))).model == model
     with pytest.raises(ValueError, match=r"model.timm_args: \{depth: is not YAML"):
         parse_train(["--model.name", "timm:test_vit", "--model.timm_args", "{depth:"])
 

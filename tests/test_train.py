@@ -44,7 +44,7 @@ from vit.run.folder import prepare_run
 from vit.run.tracker import milestones
 from vit.training import train as trainer
 from vit.training.build import TIMED_STEPS, WARMUP_STEPS
-from vit.training.config import from_dict
+from vit.training.config import Config
 from vit.training.start import explained
 from vit.training.train import train
 
@@ -73,7 +73,7 @@ def unended(finished: tuple[Path, str], tmp_path: Path) -> Path:
 
 def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> None:
     run, _ = finished
-    assert from_dict(yaml.safe_load((run / "config.yaml").read_text())) == small(run)
+    assert Config(**yaml.safe_load((run / "config.yaml").read_text())) == small(run)
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
         f"step_{STEPS - 5:08d}.pt", f"step_{STEPS:08d}.pt"
     ]  # fmt: skip

@@ -15,11 +15,9 @@ def rank() -> int:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print text above any progress bar and flush it; an unwritable log does not end the run.
+    """Print lines above any progress bar and flush them; an unwritable log does not end the run.
 
-    Args:
-        text: One or more lines. A name in it that contains line breaks needs `printable`.
-        file: Where to print; None is standard output.
+    A name in the text that may contain line breaks needs `printable`.
     """
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"

@@ -29,6 +29,12 @@ T = TypeVar("T")
 # Of a dataclass whose values are checked.
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 NULL = ("", "~", "null")  # in YAML, unless quoted
+LATER = "unknown, so a later version of this project has written it; update this one"
+# What pydantic's kinds of error mean in a file.
+IN_FILES = {
+    "json_invalid": "it is not JSON", "missing": "missing", "unexpected_keyword_argument": LATER,
+    "extra_forbidden": LATER,
+}  # fmt: skip
 LARGE = 1_000_000  # more than any run needs, and small enough that no product of two overflows
 
 
@@ -180,13 +186,8 @@ def parse(kind: Any, content: Any, source: object) -> Any:
         raise ValueError(f"{source} is damaged: it is nested too deeply") from None
     except ValidationError as error:
         path, problem, text = _first(error)
-        if problem == "json_invalid":
-            text = "it is not JSON"
-        elif problem.startswith("missing"):
-            text = "missing"
-        elif problem == "unexpected_keyword_argument":
-            text = "unknown, so a later version of this project has written it; update this one"
-        raise ValueError(f"{source}: {shorten(f'{path}: {text}'.lstrip(': '), 300)}") from None
+        text = f"{path}: {IN_FILES.get(problem, text)}".removeprefix(": ")
+        raise ValueError(f"{source}: {shorten(text, 300)}") from None
 
 
 class _TextLoader(yaml.BaseLoader):

@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.run.sharded import read_whole
-from vit.training.config import Config, from_dict, to_dict
+from vit.training.config import Config, to_dict
 from vit.training.train import train
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
@@ -60,24 +60,23 @@ DEADLINE = 120.0  # maximum seconds to wait for an expected event
 
 def small_config(out: Path, epochs: int) -> Config:
     """Return a run of short epochs with every feature that a resumed run could get wrong."""
-    return from_dict(
-        {
-            "out": str(out),
-            "data": {"name": "shapes", "val_size": 20, "train_size": 40 * EPOCH},
-            "model": {
-                "embed_dim": 24, "depth": 2, "num_heads": 2, "reg_tokens": 1, "class_token": True,
-                "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1,
-                "drop_path_rate": 0.2,
-            },
-            "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
-            "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
-            "train": {
-                "epochs": epochs, "batch_size": 40, "accumulate": 2, "device": "cpu",
-                "precision": "float32",
-            },
-            "track": {"every": 2, "probes": 2, "live_mb": 0},  # exporting takes seconds
-        }
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "out": str(out),
+        "data": {"name": "shapes", "val_size": 20, "train_size": 40 * EPOCH},
+        "model": {
+            "embed_dim": 24, "depth": 2, "num_heads": 2, "reg_tokens": 1, "class_token": True,
+            "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1,
+            "drop_path_rate": 0.2,
+        },
+        "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
+        "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
+        "train": {
+            "epochs": epochs, "batch_size": 40, "accumulate": 2, "device": "cpu",
+            "precision": "float32",
+        },
+        "track": {"every": 2, "probes": 2, "live_mb": 0},  # exporting takes seconds
+    }  # fmt: skip
+    return Config(**settings)
 
 
 def work(config: Config, log: Path) -> None:

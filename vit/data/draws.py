@@ -16,13 +16,8 @@ class Draws:
 
     The numbers of all images are drawn, and those of the part are returned. So an image gets the
     same numbers however the batch is divided among processes. In the shapes that the methods take,
-    -1 stands for the images, as in `Tensor.view`.
-
-    Attributes:
-        seed: 32 bits. Objects with the same seed and batch size draw the same numbers.
-        batch_size: Number of images in the whole batch.
-        part: The images in the batch that numbers are returned for.
-        device: Of the images.
+    -1 stands for the images, as in `Tensor.view`. Objects with the same seed, of 32 bits, and size
+    of the whole batch draw the same numbers.
     """
 
     def __init__(

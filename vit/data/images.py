@@ -126,13 +126,8 @@ def user_files(
 ) -> ImageSet:
     """Return a user's files as a set, after checks that all layouts share.
 
-    Args:
-        data: The data set.
-        train: Whether the set is for training rather than for testing.
-        split: Whether to take only the part of the files that `data.test_fraction` decides on.
-        folder: The folder that names of files are relative to, which may be moved.
-        paths, labels, classes: As in an `ImageSet`.
-        listed: What identifies the files and labels in the fingerprint; None means their names.
+    With `split`, it has only the part of the files that `data.test_fraction` decides on. The folder
+    may be moved. `listed` identifies the files and labels in the fingerprint; None is their names.
 
     Raises:
         ValueError: There are too few classes, or images of a class, or `data.test_fraction` is

@@ -52,13 +52,9 @@ def read_torchvision(
 ) -> ImageSet:
     """Read or list the training or test images, downloading them if they are missing.
 
-    Args:
-        name: The name of torchvision's class.
-        parts: Its arguments for each part of the training images, and of the test images.
-        read: Returns images (N, channels, H, W) uint8 or N image files, and labels, of a part.
-        place: What is in data.root, as a hint for files put there by hand.
-        data: The data set.
-        train: Whether to read the training images rather than the test images.
+    `parts` has the arguments of torchvision's class for each part of the training images, and of
+    the test images. `read` returns images (N, channels, H, W) uint8 or N image files, and labels,
+    of a part. `place` says what is in data.root, for those who put files there by hand.
     """
     from torchvision import datasets as tv
 

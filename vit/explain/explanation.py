@@ -134,8 +134,7 @@ class Explanation:
 
     def save(self, path: str | Path) -> None:
         """Write the sheet to a file; its suffix chooses the format, e.g. .png or .pdf."""
-        formats = Image.registered_extensions()
-        suffix = Path(path).suffix.lower()
+        formats, suffix = Image.registered_extensions(), Path(path).suffix.lower()
         require(suffix in formats, "path", path, "a picture, such as sheet.png")
         with open_atomically(Path(path)) as file:
             self.sheet().save(file, formats[suffix], dpi=(200, 200))

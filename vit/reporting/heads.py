@@ -68,14 +68,9 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
 def measure_groups(
     classifier: Classifier, images: ImageSet, pairs: int | None = None, batch_size: int = 500
 ) -> dict[str, list[Effect]]:
-    """Measure what muting each head, each layer, and pairs of heads costs.
+    """Measure what muting each head, each layer, and pairs of heads costs on images in memory.
 
-    Args:
-        classifier: A model with maps.
-        images: Images with labels, in memory.
-        pairs: Number of heads that matter most, of which all pairs are muted; None mutes single
-            heads only.
-        batch_size: Images per forward pass.
+    All pairs of the `pairs` heads that matter most are muted; None mutes single heads only.
 
     Returns:
         The effects under "heads" and, unless pairs is None, "layers" and "pairs".

@@ -25,7 +25,7 @@ from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import make_sets, set_columns
 from vit.reporting.config import PhotoConfig, PredictConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.reporting.tables import columns
+from vit.reporting.tables import text_table
 from vit.run.folder import PHOTOS_FILE, PHOTOS_FOLDER, SHEET_SUFFIX
 
 TOP = 5  # classes per row
@@ -138,7 +138,6 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
     if options.target is not None:
         classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options.out, PHOTOS_FOLDER)
-    width = max(20, *(columns(printable(name)) + 1 for name in classifier.classes))
     count = 0
     for path in paths:
         try:
@@ -154,9 +153,8 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
         say(f"\n{printable(path)}, {photo.shape[1]} × {photo.shape[0]} pixels")
         explanation = classifier.explain(photo, kinds, options.target) if has_maps else None
         best = explanation.probabilities if explanation else classifier.predict(photo, TOP)
-        for name, probability in list(best.items())[:TOP]:
-            padded = printable(name) + " " * (width - columns(printable(name)))
-            say(f"  {padded}{probability:7.2%}")
+        rows = [(name, f"{probability:.2%}") for name, probability in list(best.items())[:TOP]]
+        say("\n".join(f"  {line}" for line in text_table(rows)))
         if explanation is not None:
             # Photos of one name in different folders keep apart.
             place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:6]

@@ -63,10 +63,10 @@ class Part(NamedTuple):
 def text_table(rows: Sequence[Sequence[str]], separator: str = "   ") -> list[str]:
     """Return a line for each row: the first column is aligned left, the others right."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(_columns, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        spaces = [" " * (width - columns(cell)) for cell, width in zip(row, widths, strict=True)]
+        spaces = [" " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True)]
         numbers = [space + cell for cell, space in zip(row[1:], spaces[1:], strict=True)]
         lines.append(separator.join([row[0] + spaces[0], *numbers]))
     return lines
@@ -86,7 +86,7 @@ def markdown(text: object) -> str:
     return re.sub(special, lambda found: f"&#{ord(found[0])};", printable(text))
 
 
-def columns(cell: str) -> int:
+def _columns(cell: str) -> int:
     """Return how many columns of a terminal a text takes; East Asian letters take two."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in cell)
     return len(cell) + wide - sum(map(bool, map(unicodedata.combining, cell)))

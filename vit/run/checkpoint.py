@@ -86,16 +86,10 @@ class Checkpoint:
 
 
 def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> None:
-    """Save the state of a run; called by all processes.
+    """Save the state of a run, a `vit.training.state.TrainState`; called by all processes.
 
     If each process has the whole state, the first one writes a file. If the state is sharded, each
-    process writes its part into a folder.
-
-    Args:
-        run: The run folder, the same for all processes.
-        state: See `vit.training.state.TrainState`.
-        about: The other fields of `Checkpoint`.
-        world: The processes that train together.
+    process writes its part into a folder. `about` has the other fields of `Checkpoint`.
 
     Raises:
         OSError: The checkpoint could not be written; the older ones are kept.

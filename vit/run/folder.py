@@ -122,11 +122,6 @@ def lock_run(run: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def is_run(run: Path) -> bool:
-    """Tell whether a folder has the config of a run, of whatever version."""
-    return _read_config(run) is not None
-
-
 def stored_config(run: Path) -> Config | None:
     """Read the config of a run, with the defaults of keys that an earlier version did not have.
 
@@ -136,11 +131,12 @@ def stored_config(run: Path) -> Config | None:
     Raises:
         ValueError: A key is not known or a value is not allowed.
     """
-    values = _read_config(run)
+    values = read_config(run)
     return None if values is None else parse(StoredConfig, values, run / CONFIG_FILE)
 
 
-def _read_config(run: Path) -> dict[str, Any] | None:
+def read_config(run: Path) -> dict[str, Any] | None:
+    """Read the config of a run of any version as text; None if the folder has none."""
     try:
         values = read_yaml((run / CONFIG_FILE).read_bytes(), CONFIG_FILE)
     except (OSError, ValueError):
@@ -164,12 +160,8 @@ def lasting(values: dict[str, Any]) -> dict[str, Any]:
 def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     """Create the run folder and write the config; unless resuming, delete an earlier run first.
 
-    Only files that this project writes are deleted.
-
-    Args:
-        config: The run.
-        resume: Whether the folder contains an earlier part of the run, of `step` steps.
-        step: Optimizer steps done.
+    Only files that this project writes are deleted. When resuming, the folder contains an earlier
+    part of the run, of `step` steps.
     """
     run = Path(config.out)
     run.mkdir(parents=True, exist_ok=True)

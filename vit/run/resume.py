@@ -9,8 +9,8 @@ from vit.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
     MODEL_FILE,
-    is_run,
     lasting,
+    read_config,
     stored_config,
     written_files,
 )
@@ -29,12 +29,8 @@ def check_run(
 ) -> Checkpoint | None:
     """Decide whether to start or to resume a run, without changing the folder.
 
-    Args:
-        config: The config of the new run.
-        overwrite: Whether an existing run may be deleted.
-        environment: What else the results depend on: processes, device and precision.
-        allow_changes: Whether an unfinished run may be resumed with another config (except for the
-            settings in `FIXED`) or in another environment.
+    The environment is what results depend on besides the config: processes, device and precision.
+    Allowed changes are those of either, except for the settings in `FIXED`.
 
     Returns:
         The checkpoint to resume from, or None to start a new run.
@@ -47,7 +43,7 @@ def check_run(
     ours = (".*.tmp", LOCK_FILE)  # may be left by an interrupted start
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
-    if not is_run(run):
+    if read_config(run) is None:
         raise ValueError(
             f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
             "use another --out"

@@ -30,11 +30,8 @@ def write_folder(
 ) -> None:
     """Write a checkpoint; called by all processes, each of which writes its part of the tensors.
 
-    Args:
-        target: The checkpoint.
-        tensors: By name; those that are not sharded are written by the first process.
-        state: Everything that is not a tensor, as JSON.
-        main: Whether this is the first process.
+    The first process, `main`, writes those that are not sharded, and `state`, everything that is
+    not a tensor, as JSON.
 
     Raises:
         OSError: A process could not write its part.

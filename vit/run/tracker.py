@@ -71,8 +71,7 @@ class Tracker:
         self._run = run
         # A new run says where it starts, too: TensorBoard takes the first start that it reads for
         # the beginning of the run, and drops later points only at the second.
-        purge_step = step + 1 if step else 0
-        self._writer: SummaryWriter | None = event_writer(run, purge_step=purge_step)
+        self._writer: SummaryWriter | None = event_writer(run, purge_step=step + 1 if step else 0)
 
     def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
         """Log numbers by tag.

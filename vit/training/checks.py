@@ -60,15 +60,10 @@ def check_config(config: Config) -> None:
 def warn_of_seen_images(
     key: str, name: str, other: Config, files: str, own: Config, training: ImageSet
 ) -> None:
-    """Warn if a trained model, given for a key, may have learned from images a run holds out.
+    """Warn if a trained model, named for a key, may have learned from images a run holds out.
 
-    Args:
-        key: The key.
-        name: The model.
-        other: The config with which it was trained.
-        files: The fingerprint of the user's files that it was trained on, "" if there were none.
-        own: The config of the run.
-        training: The training images of the run.
+    It was trained with the config `other`, on files of the user with the fingerprint `files`, "" if
+    there were none; the run has the config `own`.
     """
     differ = other.data.name == own.data.name and files not in ("", training.fingerprint)
     if differ or may_have_seen(other, own):

@@ -173,15 +173,6 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_dict(values: dict[str, Any]) -> Config:
-    """Make a config from nested dictionaries as `to_dict` returns them, also by earlier versions.
-
-    Raises:
-        ValueError: A key is not known or a value is not allowed.
-    """
-    return Config(**translated(values))
-
-
 def translated(values: Any) -> Any:
     """Return nested dictionaries that an earlier version wrote as this one writes them."""
     if not isinstance(values, dict):
