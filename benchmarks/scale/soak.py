@@ -110,7 +110,7 @@ def has_reached(run: Path, step: int) -> bool:
 
 def half_written(run: Path) -> bool:
     """Tell whether there is a part of a checkpoint."""
-    return any((run / CHECKPOINT_FOLDER).glob(".step_*.tmp"))
+    return any((run / CHECKPOINT_FOLDER).glob(".*.tmp"))
 
 
 def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Random) -> str:
