@@ -228,7 +228,7 @@ DAMAGED: dict[str, tuple[str, list[Callable[[Path], dict[str, bytes]]]]] = {
         lambda ran: legacy(Program(ran)),
         lambda ran: {f"processed/{n}.pt": pickle.dumps(Program(ran)) for n in ("training", "test")},
         lambda _: legacy({"images": TWO}),
-        lambda _: legacy((TWO.float(), torch.tensor([0, 1]))),
+        lambda _: legacy(([[0]], torch.tensor([0, 1]))),
         lambda _: legacy((TWO[:, 1:], torch.tensor([0, 1]))),
         lambda _: legacy((TWO, torch.tensor([0, 10]))),
         lambda _: idx(PIXELS, b"\1"),

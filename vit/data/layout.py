@@ -100,21 +100,18 @@ def tar_files(folder: Path) -> list[Path]:
 def image_files(folder: Path, others: Iterable[Path] = ()) -> list[str]:
     """List the image files in a folder and the folders below it, without hidden ones.
 
-    Like torchvision's, the list is sorted by folder, then by name. No folder is listed twice, so
-    links may lead into circles, and those to `others` add nothing.
+    Like torchvision's, the list is sorted by folder, then by name. Wherever links lead, a folder is
+    listed once, and `others`, those of other images, not at all.
     """
     found, places = [], [str(folder)]
     seen = {*map(os.path.realpath, others)} - {os.path.realpath(folder)}
-    for place in places:  # it grows: links come last, so that folders keep their paths
-        for parent, folders, files in os.walk(place):
-            folders[:] = sorted(filter(is_visible, folders))
-            if (real := os.path.realpath(parent)) in seen:
-                folders.clear()
-                continue
+    for place in places:  # the list grows
+        if (real := os.path.realpath(place)) not in seen:
             seen.add(real)
-            found.append((parent, sorted(filter(is_image, files))))
-            places += filter(os.path.islink, (f"{parent}{os.sep}{name}" for name in folders))
-    return [f"{parent}{os.sep}{name}" for parent, names in sorted(found) for name in names]
+            _, folders, files = next(os.walk(place), (place, [], []))
+            found.append((place, sorted(filter(is_image, files))))
+            places += [f"{place}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
+    return [f"{place}{os.sep}{name}" for place, names in sorted(found) for name in names]
 
 
 def content(path: Path) -> str:

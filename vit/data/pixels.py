@@ -7,20 +7,22 @@ Shapes: C channels, H height, W width.
 """
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", "JPEG2000", "TGA", "AVIF"]
 with contextlib.suppress(ImportError):  # with this package, Pillow reads HEIC files
     import pillow_heif  # type: ignore[import-not-found]
 
     pillow_heif.register_heif_opener()
-
-FORMATS = "JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", "AVIF", "HEIF", "JPEG2000", "TGA"
+    FORMATS.insert(0, "HEIF")  # for Pillow, an unknown name is a KeyError
+# No other format: Pillow runs Ghostscript for EPS, whatever the name of the file.
+open_image = functools.partial(Image.open, formats=FORMATS)
 Bands = tuple[Image.Image, ...]  # for 3 channels an RGB image, otherwise a grey one for each
 DEEPEST = 65_535  # largest 16-bit value
 STORED_BANDS = ("LA", "RGBA", "CMYK")  # modes of two and four channels, a letter for each
@@ -122,12 +124,6 @@ class ArrayPreprocess:
         if turned:
             return (middle, slice(0, width)), (longer, shorter)
         return (slice(0, height), middle), (shorter, longer)
-
-
-def open_image(file: str | Path | BinaryIO) -> Image.Image:
-    """Open a file of one of FORMATS; for EPS, whatever its name, Pillow would run Ghostscript."""
-    Image.init()  # 20 ms, once
-    return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def offset(size: int, target: int) -> int:

@@ -65,33 +65,29 @@ def read_torchvision(
             say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
         try:
             made = [make(root, **kind, download=download) for kind in parts[0 if train else 1]]
-            return _image_set(made, [read(part) for part in made], data)
+            found = [read(part) for part in made]
+            labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
+            # SVHN's classes are the digits themselves.
+            classes = tuple(getattr(made[0], "classes", map(str, range(10))))
+            if not 0 <= labels.min() <= labels.max() < len(classes):
+                raise ValueError("labels without a class")
+            break
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # damaged files lead to all kinds
             if download:
                 problem = f"downloading {getattr(make, 'url', 'it')}: {shorten(error, 100)}"
-    raise ValueError(
-        f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put {place} into "
-        f"{root.resolve()}, or point --data.root at the folder that contains it; `make demo` needs "
-        "no download."
-    )
-
-
-def _image_set(made: list[Any], found: list[tuple[Any, Any]], data: DataConfig) -> ImageSet:
-    """Return what was read of torchvision's parts of a set, after a check of its form."""
-    labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
-    # SVHN's classes are the digits themselves.
-    classes = tuple(getattr(made[0], "classes", map(str, range(10))))
-    images, shape = found[0][0], (len(labels), data.spec.channels, *data.spec.image_size)
-    fits = not isinstance(images, Tensor) or (images.shape, images.dtype) == (shape, torch.uint8)
-    if not fits or not 0 <= labels.min() <= labels.max() < len(classes):
-        raise ValueError("its images or labels do not fit")
-    if isinstance(images, Tensor):
-        return ImageSet(images, labels, classes)
+    else:
+        raise ValueError(
+            f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put {place} into "
+            f"{root.resolve()}, or point --data.root at the folder that contains it; `make demo` "
+            "needs no download."
+        )
+    if isinstance(found[0][0], Tensor):
+        return ImageSet(found[0][0], labels, classes)
     paths = tuple(str(path) for paths, _ in found for path in paths)
     files = ImageFiles(paths, Preprocess.from_config(data), data.workers)
-    return ImageSet(files, labels, classes, origins=paths, folder=str(Path(data.root)))
+    return ImageSet(files, labels, classes, origins=paths, folder=str(root))
 
 
 def _cifar(part: Any) -> tuple[Tensor, list[int]]:
@@ -100,7 +96,7 @@ def _cifar(part: Any) -> tuple[Tensor, list[int]]:
 
 
 def _mnist(part: Any) -> tuple[Tensor, Tensor]:
-    return part.data[:, None], part.targets
+    return part.data.byte().reshape(len(part.targets), 1, 28, 28), part.targets
 
 
 def _svhn(part: Any) -> tuple[Tensor, np.ndarray]:

@@ -33,7 +33,6 @@ BELONG = "name.jpg and name.cls belong together: members that share a name up to
 # What follows the last member: zeros, to a multiple of some blocks of 512 bytes, usually 20. Images
 # after them, in tar files that were joined by cat, would be overlooked.
 END = 2**20
-LABEL = 2**10  # bytes of a label that are read, with spaces around it
 PAX = re.compile("^[0-9]+ (path|size)=(.*)", re.MULTILINE)  # what a header says of the next member
 
 
@@ -97,12 +96,9 @@ def _index(shards: Sequence[Path]) -> list[tuple[TarMember, int]]:
     """Find the images of shards, in the order of the shards and the members, and their labels."""
     hidden = True if rank() else None  # None shows the bar on terminals only
     with tqdm(shards, "indexing shards", unit="shard", leave=False, disable=hidden) as bar:
-        return [image for shard in bar for image in _index_shard(shard, *_stamp(shard))]
-
-
-def _stamp(shard: Path) -> tuple[int, int]:
-    stat = shard.stat()
-    return stat.st_size, stat.st_mtime_ns
+        stats = ((shard, shard.stat()) for shard in bar)
+        indices = (_index_shard(shard, at.st_size, at.st_mtime_ns) for shard, at in stats)
+        return [image for index in indices for image in index]
 
 
 @functools.cache  # images are listed several times in a run
@@ -124,7 +120,7 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
                 images[key] = TarMember(str(shard), name, info.offset_data, info.size)
             elif kind == "cls":
                 file.seek(info.offset_data)
-                labels[key] = file.read(min(info.size, LABEL)).decode(errors="replace").strip()
+                labels[key] = file.read(min(info.size, 999)).decode(errors="replace").strip()
     if not images:
         raise _problem(shard, f"no images in it ({', '.join(IMAGE_SUFFIXES)}); delete the shard")
     for key in sorted(images.keys() ^ labels.keys()):
@@ -137,10 +133,7 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
 
 
 def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar file, and check that it is complete.
-
-    Some damaged headers make a TarFile loop, recurse or fill the memory.
-    """
+    """Yield the members of a complete tar file; a TarFile would loop at some damaged headers."""
     last, fields = "", dict[str, str]()
     try:
         while (block := file.read(tarfile.BLOCKSIZE)).strip(b"\0"):
@@ -148,7 +141,7 @@ def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             start = info.offset_data = file.tell()
             extends = info.type in b"gxXKL"  # it describes the next member
             size = info.size if extends else int(fields.pop("size", info.size))
-            if size < 0 or (extends and size > END):
+            if size < 0 or (extends and size > END):  # no name is as long
                 raise tarfile.ReadError(f"a size of {size} bytes")
             if extends:
                 text = file.read(size).decode("utf-8", "surrogateescape")
@@ -162,9 +155,9 @@ def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         if not rest or rest.strip(b"\0"):
             raise tarfile.ReadError("no end, or another tar file joined to it")
     except (tarfile.TarError, ValueError, OSError, OverflowError) as error:
-        what = f"cut or damaged after {shorten(last)}" if last else "not an uncompressed tar file"
+        what = f"cut or damaged after {last}" if last else "not an uncompressed tar file"
         raise _problem(shard, f"{what} ({error}); copy or make it again") from None
 
 
 def _problem(shard: Path, what: str) -> ValueError:
-    return ValueError(f"data.root: {shard}: {printable(what)}")
+    return ValueError(f"data.root: {shard}: {printable(shorten(what, 900))}")

@@ -83,8 +83,7 @@ def encode_details(details: Details) -> bytes:
 
 def decode_details(data: bytes) -> Details:
     """Decode and check what `encode_details` returned; a ValueError of one line if damaged."""
-    # Large images hardly become smaller; what does is meant to fill the memory.
-    most = min(MAX_DETAILS, 2**23 + 16 * len(data))
+    most = min(MAX_DETAILS, 2**23 + 16 * len(data))  # honest details are hardly compressible
     return _decoded(data, _details, "the details of the record are damaged", most)
 
 

@@ -194,16 +194,15 @@ def _images(question: Question) -> Answer:
 
 def _image(series: Series, tag: str, stored: Iterable[tuple[TensorDatum, bytes]]) -> dict[str, Any]:
     """Return what the list of images says about one of them; it is the image of the last step."""
-    name, frames, steps = FEATURES_TAG.format(tag), None, []
+    name, frames, steps = FEATURES_TAG.format(tag), None, {}
     if (features := series.get(name)) is not None and _part(features) == "features":
         frames = json.loads(features.plugin_content).get("frames")
     for datum, data in stored:
-        image, prediction = _at_step(datum, data)
-        steps.append(prediction)
+        image, steps[datum.step] = _at_step(datum, data)
     return {
         "tag": tag,
         **image,
-        "steps": steps,
+        "steps": [*steps.values()],
         "has_weights": WEIGHTS_TAG.format(tag) in series,
         "features": frames and {"tag": name, "frames": frames},
     }
