@@ -1,7 +1,9 @@
 """Links in a folder of somebody else: no command writes, or deletes, anything through them."""
 
 import contextlib
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,3 +199,51 @@ def test_a_sharded_checkpoint_is_not_written_through_a_link(tmp_path: Path) -> N
     write_folder(target, {"a": torch.zeros(2)}, {"step": 1}, main=True)
     assert [path.name for path in home.iterdir()] == ["mine"]
     assert read_state(target) == {"step": 1} and not target.is_symlink()
+
+
+PIPES = {
+    "model.safetensors": ("report",),
+    "config.json": ("report",),
+    "eval/report.json": ("report",),
+    "eval/corruptions.npz": ("report", "--corruptions"),
+    "eval/attention/index.json": ("maps",),
+    "eval/photos.csv": ("predict", "PHOTO"),
+    "export/live.html": ("export", "html"),
+    "export/preprocess.py": ("export", "torch"),
+    "events.out.tfevents.1": ("export", "html"),
+    "config.yaml": (),
+    "metrics.jsonl": (),
+    "checkpoints/step_00000009.pt": (),
+}
+
+
+@pytest.mark.parametrize("place", PIPES)
+def test_no_command_waits_for_a_pipe(
+    place: str, stored: Path, pictures: Path, tmp_path: Path, call: Call
+) -> None:
+    """Archives keep pipes, too, and reading one ends when somebody writes into it."""
+    run, words = tmp_path / "run", PIPES[place]
+    shutil.copytree(stored, run)
+    if not words:
+        (run / "model.safetensors").unlink()
+    (run / place).unlink(missing_ok=True)
+    (run / place).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(run / place)
+
+    def late(*_: object) -> None:
+        pytest.fail("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        if words:
+            photo = pictures / "a" / "0.png"
+            ended = call(run, *(photo if word == "PHOTO" else word for word in words))
+            assert ended.code == 2 or place in ("config.json", "eval/corruptions.npz"), ended
+            assert ended.error.count("\n") == (ended.code == 2)
+        else:
+            with contextlib.suppress(ValueError, OSError):
+                train(config_of(run, pictures))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

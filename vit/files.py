@@ -35,6 +35,13 @@ def inside(base: Path, *names: str) -> Path:
     return folder
 
 
+def require_file(path: Path) -> Path:
+    """Return a path; OSError if a pipe or a device is there, which might never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file; delete it")
+    return path
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file completely, or leave the old one unchanged; errors as `open_atomically`."""
     with open_atomically(path) as file:

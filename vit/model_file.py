@@ -25,7 +25,7 @@ from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
 from vit.console import warn
 from vit.data.preprocess import Preprocess
-from vit.files import unseal, write_atomically
+from vit.files import require_file, unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
 from vit.hub import HUB, download
 from vit.model.config import ModelConfig
@@ -236,7 +236,7 @@ def is_own_file(path: Path) -> bool:
     """Tell whether a file is a model file or a checkpoint of this project, possibly damaged."""
     if path.suffix != MODEL_SUFFIX:
         is_checkpoint = path in checkpoint_paths(path.parent.parent)
-        return is_checkpoint or unseal(path.read_bytes()) is not None
+        return is_checkpoint or unseal(require_file(path).read_bytes()) is not None
     try:
         metadata = _metadata(path)
     except (safetensors.SafetensorError, OSError):
@@ -248,7 +248,7 @@ def transformers_folder(path: Path) -> Path | None:
     """Return the folder of a model that transformers saved, given the folder or its weights."""
     folder = path.parent if path.suffix == MODEL_SUFFIX else path
     try:
-        about = parse(dict[str, Any], (folder / "config.json").read_bytes(), folder)
+        about = parse(dict[str, Any], require_file(folder / "config.json").read_bytes(), folder)
     except (OSError, ValueError):
         return None
     is_other = path.is_file() and is_own_file(path)
@@ -284,7 +284,7 @@ def attention_code(model: ModelConfig) -> str:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    with safetensors.safe_open(path, "pt") as file:
+    with safetensors.safe_open(require_file(path), "pt") as file:
         return file.metadata() or {}
 
 

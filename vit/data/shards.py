@@ -27,6 +27,7 @@ from vit.data.layout import (
     tar_files,
 )
 from vit.data.photos import TarMember
+from vit.files import require_file
 from vit.settings import shorten
 
 BELONG = "name.jpg and name.cls belong together: members that share a name up to the first dot"
@@ -106,7 +107,7 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
     """Read the headers and labels of a shard, again if its size or the time of change differs."""
     images: dict[str, TarMember] = {}
     labels: dict[str, str] = {}
-    with shard.open("rb") as file:
+    with require_file(shard).open("rb") as file:
         for info in _headers(shard, file):
             *folders, name = info.name.removeprefix("./").split("/")
             stem, _, suffix = name.partition(".")

@@ -18,6 +18,7 @@ from torch import Tensor
 from vit.console import warn
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
+from vit.files import require_file
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
 from vit.model_file import ModelMetadata
@@ -71,7 +72,7 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
     name, notes, classes = str(folder), list[str](), None
     about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = str(about["model_type"]).removesuffix("_vision_model")
-    files = sorted(folder.glob("model*.safetensors"))  # several of a large model
+    files = sorted(map(require_file, folder.glob("model*.safetensors")))  # several of a large one
     if kind not in MODEL_TYPES or not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir()))
         raise ValueError(

@@ -21,7 +21,7 @@ from vit.evaluation import average, fraction, interval_of_mean
 from vit.explain.charts import corruption_chart
 from vit.explain.faithfulness import Z
 from vit.explain.figures import corruption_picture
-from vit.files import write_atomically
+from vit.files import require_file, write_atomically
 from vit.model_file import SavedModel
 from vit.parallel import map_on_cores
 from vit.registry import CORRUPTIONS
@@ -96,7 +96,7 @@ def _read_stored(path: Path, settings: str, count: int) -> dict[str, Tensor]:
     shapes = {"clean": (1, count), **{kind: (len(SEVERITIES), count) for kind in CORRUPTIONS}}
     largest = len(SEVERITIES) * count + 1000  # bytes of results, or of the settings, and a header
     try:
-        with path.open("rb") as content, np.load(content) as file:
+        with require_file(path).open("rb") as content, np.load(content) as file:
             if any(member.file_size > largest for member in file.zip.infolist()):
                 return {}
             stored = dict(file)

@@ -11,7 +11,7 @@ from vit.classifier import Classifier
 from vit.console import say
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
-from vit.files import inside, write_atomically
+from vit.files import inside, require_file, write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
@@ -75,7 +75,7 @@ def _reader_of(target: Path) -> Path:
 def _require_replaceable(target: Path, program: bytes) -> None:
     """Check that an export would replace only an earlier one, which has the same program."""
     reader = _reader_of(target)
-    if reader.exists() and reader.read_bytes() == program:
+    if reader.exists() and require_file(reader).read_bytes() == program:
         return
     for path in (reader, target):
         if path.exists():

@@ -10,7 +10,7 @@ from typing import Any
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
-from vit.files import inside
+from vit.files import inside, require_file
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
@@ -42,7 +42,7 @@ def results_folder(
 def is_ours(path: Path, keys: set[str]) -> bool:
     """Tell whether a file is one of ours: JSON, an object with some keys."""
     try:
-        return keys <= parse(dict[str, Any], path.read_bytes(), path).keys()
+        return keys <= parse(dict[str, Any], require_file(path).read_bytes(), path).keys()
     except (OSError, ValueError):
         return False
 

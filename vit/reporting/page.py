@@ -22,7 +22,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from werkzeug.test import Client
 
 from vit.console import say
-from vit.files import write_atomically
+from vit.files import require_file, write_atomically
 from vit.model_file import SavedModel
 from vit.reporting.attention import log_test_images
 from vit.reporting.config import ExportConfig
@@ -43,10 +43,12 @@ def export_page(saved: SavedModel, target: Path, options: ExportConfig) -> None:
     Raises:
         ValueError: Another file is in the way, or no logs, and no test images or attention maps.
     """
-    if target.exists() and MARK not in target.read_bytes():
+    if target.exists() and MARK not in require_file(target).read_bytes():
         raise ValueError(f"out: {target} exists and is not an export; use another --out")
     below = f"{EVAL_FOLDER}/{ATTENTION_FOLDER}"
     logs = {saved.name: saved.run, f"{saved.name}/{below}": saved.run / below}
+    for events in (file for folder in logs.values() for file in folder.glob("*tfevents*")):
+        require_file(events)
     elements = _elements(logs, options.steps)
     if not elements:
         with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ from vit.classifier import PHOTO_KINDS, Classifier
 from vit.console import printable, say, warn
 from vit.data.photos import find_photos, to_photo
 from vit.data.stream import ImageFiles
-from vit.files import write_table
+from vit.files import require_file, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import make_sets, set_columns
 from vit.reporting.config import PhotoConfig, PredictConfig
@@ -69,7 +69,7 @@ def _require_own_table(path: Path) -> None:
     """Check that a file that would be replaced is a table of predictions; ValueError if not."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with require_file(path).open("rb") as file:
         if file.read(len(COLUMNS)) != COLUMNS.encode():
             raise ValueError(
                 f"out: {path} exists and is not a table of predictions for image files; rename it, "

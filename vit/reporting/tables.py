@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field, create_model
 
 from vit.console import printable
+from vit.files import require_file
 from vit.settings import parse, shorten
 
 LONGEST_NAME = 40  # characters of a class name in a table
@@ -43,7 +44,7 @@ StoredReport = create_model(
 
 def read_report(file: Path) -> dict[str, Any]:
     """Read report.json as far as it is shown again; errors as for `vit.settings.parse`."""
-    report: dict[str, Any] = parse(StoredReport, file.read_bytes(), file).model_dump()
+    report: dict[str, Any] = parse(StoredReport, require_file(file).read_bytes(), file).model_dump()
     size = len(report["per_class"])
     if [len(row) for row in report["confusion_matrix"]] != [size] * size:
         raise ValueError(f"{file}: confusion_matrix must have {size} rows and {size} columns")

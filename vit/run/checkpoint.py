@@ -21,7 +21,7 @@ from vit.console import warn
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
-from vit.files import seal, unseal, write_atomically
+from vit.files import require_file, seal, unseal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
 from vit.settings import CHECKED, ClassNames, NonNegative, Steps, Text, group, parse
 from vit.training.config import StoredConfig, to_dict
@@ -158,9 +158,9 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
         parts = {"model": {}, **{name: read_whole(path, f"{name}.") for name in names}}
         return _checkpoint({**state, **parts}, path, path)
     try:
-        data = path.read_bytes()
+        data = require_file(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     content = unseal(data)
     state = _unpickle(data if content is None else content)
     if not isinstance(state, dict):

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
-from vit.files import inside, write_atomically, write_table
+from vit.files import inside, require_file, write_atomically, write_table
 from vit.registry import ALL_KINDS
 from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN
 from vit.run.sharded import delete
@@ -138,7 +138,7 @@ def stored_config(run: Path) -> Config | None:
 def read_config(run: Path) -> dict[str, Any] | None:
     """Read the config of a run of any version as text; None if the folder has none."""
     try:
-        values = read_yaml((run / CONFIG_FILE).read_bytes(), CONFIG_FILE)
+        values = read_yaml(require_file(run / CONFIG_FILE).read_bytes(), CONFIG_FILE)
     except (OSError, ValueError):
         return None
     groups = {"data", "model", "optim", "train"}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vit.files import sync_folder, write_atomically
+from vit.files import require_file, sync_folder, write_atomically
 from vit.settings import parse, shorten
 
 STATE_FILE = "state.json"
@@ -84,7 +84,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     sums = {}
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        lines = (folder / SUMS_FILE).read_text().splitlines()
+        lines = require_file(folder / SUMS_FILE).read_text().splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     found = {path.name for path in folder.iterdir()} - {SUMS_FILE}
     for name in sorted(found | sums.keys() | {STATE_FILE}):

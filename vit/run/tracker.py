@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from vit.console import warn
-from vit.files import write_atomically
+from vit.files import require_file, write_atomically
 from vit.run.folder import METRICS_FILE
 from vit.settings import parse
 
@@ -63,7 +63,7 @@ class Tracker:
 
     def __init__(self, run: Path, step: int = 0) -> None:
         path = run / METRICS_FILE
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = require_file(path).read_bytes().splitlines(keepends=True) if path.exists() else []
         kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
         write_atomically(path, b"".join(kept))  # also so that the file is no link
         self._metrics = path.open("ab", buffering=0)
