@@ -100,7 +100,7 @@ def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
         ("predict none.png", "predict: none.png: file not found"),
         ("predict folder", "predict: folder contains no image files"),
         ("predict photo.png --out table.txt", "out: table.txt is not allowed; it must be a .csv"),
-        ("predict photo.png --out folder/a.csv", "[Errno 21] Is a directory: 'folder/a.csv'"),
+        ("predict photo.png --out folder/a.csv", "folder/a.csv is not a regular file"),
         ("predict photo.png --out photo.png/a.csv", "out: photo.png is a file"),
         ("predict photo.png --out other.csv", "out: other.csv exists and is not a table of pre"),
     ],

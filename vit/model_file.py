@@ -7,7 +7,6 @@ it is ever executed.
 import contextlib
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
-from vit.console import warn
+from vit.console import printable, warn
 from vit.data.preprocess import Preprocess
 from vit.files import require_file, unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
@@ -84,10 +83,11 @@ class SavedModel:
         """The folder of the run, or the one in which results about the model belong."""
         if self.home:
             return self.home
-        folder = Path(os.path.abspath(self.path)).parent  # noqa: PTH100 - not where links lead
+        folder = self.path.parent.absolute()  # not where a link in the run leads
+        folder = (folder.parent if folder.name == CHECKPOINT_FOLDER else folder).resolve()
         if folder == BUNDLED:  # nothing is written into the package
             return Path("runs/included") / self.path.stem
-        return folder.parent if folder.name == CHECKPOINT_FOLDER else folder
+        return folder
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class SavedModel:
         """Name the file, whether the run is unfinished, the device and the precision."""
         classifier = self.classifier
         return (
-            f"{self.with_progress(self.path)}: {describe(classifier.device)}, "
+            f"{printable(self.with_progress(self.path))}: {describe(classifier.device)}, "
             f"{str(classifier.precision).removeprefix('torch.')}"
             f"{', mean of each image and its mirror image' if classifier.flip else ''}"
         )
@@ -169,6 +169,9 @@ def _build(
     path: Path,
 ) -> nn.Module:
     """Build a model with weights; it takes memory and time only if they fit its config."""
+    for name, weight in weights.items():
+        if weight.is_complex() or not weight.isfinite().all():
+            raise ValueError(f"{path}: {name} has values that are not finite real numbers")
     try:
         with _at_most(len(weights)):
             claimed = build_model(config, preprocess, num_classes)

@@ -51,9 +51,12 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_numbers(part) for part in value]
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        value = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
+    if isinstance(value, int | float) and not abs(value) <= LARGE:  # such as the length of a list
+        raise ValueError(f"model.timm_args: {value} is not allowed; it must be at most {LARGE:,}")
+    return value
 
 
 def _rows_and_columns(value: Any) -> Any:

@@ -33,7 +33,7 @@ class TarMember(NamedTuple):
         """
         with Path(self.shard).open("rb") as file:
             file.seek(self.offset)
-            return io.BytesIO(file.read(self.size))
+            return io.BytesIO(file.read(min(self.size, 2**30)))  # a larger one is no photo
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:

@@ -20,6 +20,7 @@ from vit.data.pixels import ArrayPreprocess, offset
 # Training images that are cropped at random are stored larger by this factor, to keep detail.
 STORED_SCALE = 256 / 224
 
+MOST_PIXELS = 4e8  # of a photo that is resized
 FILTERS = "^(nearest|box|bilinear|hamming|bicubic|lanczos)$"  # of Pillow
 Side = Annotated[int, Field(ge=1, le=20_000)]  # pixels
 
@@ -34,13 +35,15 @@ class Preprocess(ArrayPreprocess):
 
     image_size: tuple[Side, Side]
     mean: Annotated[tuple[settings.Fraction, ...], Field(min_length=1, max_length=1000)]
-    std: tuple[settings.Positive, ...]
+    std: tuple[Annotated[float, Field(ge=1e-6, le=1000)], ...]
     interpolation: Annotated[str, Field(pattern=FILTERS)] = "bicubic"
     fit: Literal["crop", "pad", "squash"] = "crop"
     crop_pct: settings.FractionAbove0 = 1.0
 
     def __post_init__(self) -> None:
         settings.require(len(self.std) == len(self.mean), "std", self.std, "as long as the mean")
+        resized = math.prod(self.image_size) / self.crop_pct**2
+        settings.require(resized <= MOST_PIXELS, "crop_pct", self.crop_pct, "for a smaller image")
 
     @classmethod
     def from_config(cls, data: DataConfig) -> "Preprocess":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.console import counted, say
+from vit.console import counted, printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
@@ -73,7 +73,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
             "model": str(saved.path), "images": count, "rollout": rollout, "maps": table
         }  # fmt: skip
         write_json(folder / TABLE_FILE, content)
-        say(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
+        say(f"\n{as_table(table, count)}\n\nwrote {printable(folder / TABLE_FILE)}")
 
 
 def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:

@@ -75,7 +75,7 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         text += f"\n\n{table}"
     write_atomically(folder / "comparison.md", f"{text}\n".encode())
     write_json(folder / "comparison.json", content)
-    say(f"\nwrote comparison.md and comparison.json to {folder}/")
+    say(f"\nwrote comparison.md and comparison.json to {printable(folder)}/")
 
 
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from vit.classifier import Classifier
-from vit.console import say
+from vit.console import printable, say
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
 from vit.files import inside, require_file, write_atomically
@@ -63,7 +63,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
             place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, file.read_bytes())
     for name in formats:
-        say(f"wrote {targets[name]} and {_reader_of(targets[name])}")
+        say(f"wrote {printable(targets[name])} and {printable(_reader_of(targets[name]))}")
     return list(targets.values())
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.console import say
+from vit.console import printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.explain.figures import statistics_picture
@@ -53,7 +53,7 @@ def measure_run(run: str, options: HeadsConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / HEADS_FILE, content)
     write_picture(folder / HEADS_PICTURE, draw_heads(found["heads"]))
-    say(f"\n{as_table(found)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {folder}/")
+    say(f"\n{as_table(found)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {printable(folder)}/")
 
 
 def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:

@@ -59,8 +59,10 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     data = saved.config.data
     if root is not None and not data.spec.own_files:
         data = dataclasses.replace(data, name=recognize(Path(root)) or data.name)
+    # Into a folder that only the model file names, nothing is downloaded.
+    download = root is not None or data.root == type(data).root
     root = root or data.root
-    data = dataclasses.replace(data, root=root, download=True)
+    data = dataclasses.replace(data, root=root, download=download)
     test = load_test_images(data, saved.classifier.preprocess)
     if test.classes != saved.classifier.classes:
         different = ", ".join(sorted({*test.classes} ^ {*saved.classifier.classes}))

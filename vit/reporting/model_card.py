@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from vit.console import say
+from vit.console import printable, say
 from vit.files import write_atomically, write_json
 from vit.hub import HUB
 from vit.model.config import TIMM
@@ -79,7 +79,7 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
     write_json(folder / "config.json", content)
     write_atomically(folder / "README.md", model_card(saved).encode())
     what = shlex.join((f"OWNER/{saved.name}", str(folder)))
-    say(f"wrote {folder}; upload it with: hf upload {what}")
+    say(f"wrote {printable(folder)}; upload it with: hf upload {printable(what)}")
 
 
 def without_places(config: Config) -> Config:

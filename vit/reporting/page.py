@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.plugins.base_plugin import TBContext
 from werkzeug.test import Client
 
-from vit.console import say
+from vit.console import printable, say
 from vit.files import require_file, write_atomically
 from vit.model_file import SavedModel
 from vit.reporting.attention import log_test_images
@@ -63,7 +63,7 @@ def export_page(saved: SavedModel, target: Path, options: ExportConfig) -> None:
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, page.encode())
-    say(f"wrote {target}, {len(page) / 1e6:.1f} MB")
+    say(f"wrote {printable(target)}, {len(page) / 1e6:.1f} MB")
 
 
 def _elements(logs: dict[str, Path], steps: str) -> list[str]:

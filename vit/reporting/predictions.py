@@ -61,7 +61,8 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     table.parent.mkdir(parents=True, exist_ok=True)
     count = write_table(table, itertools.chain([first], rows))
     speed = count / (time.perf_counter() - start)
-    say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {table}")
+    place = printable(table)
+    say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {place}")
     return table
 
 
@@ -158,10 +159,11 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
         if explanation is not None:
             # Photos of one name in different folders keep apart.
             place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:6]
-            sheet = folder / f"{path.stem}_{place}{SHEET_SUFFIX}"
+            stem = os.fsdecode(os.fsencode(path.stem)[:200])  # of the 255 bytes of a name
+            sheet = folder / f"{stem}_{place}{SHEET_SUFFIX}"
             folder.mkdir(parents=True, exist_ok=True)
             dataclasses.replace(explanation, name=path.name).save(sheet)
-            say(f"  wrote {sheet}")
+            say(f"  wrote {printable(sheet)}")
     if not count:
         raise ValueError(f"photo: none of the files ({len(paths):,}) can be read as an image")
     say(f"\nclassified {count:,} of {len(paths):,} files")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import say
+from vit.console import printable, say
 from vit.data.images import ImageSet
 from vit.evaluation import evaluate, intervals
 from vit.explain.charts import confusion_picture, reliability_picture
@@ -81,7 +81,7 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
         _add(part, result, folder, saved.step)
     if not saved.classifier.has_maps:
         say(f"\n{no_maps_text(saved.classifier.model)}")
-    say(f"\nwrote {REPORT_FILE}, {PREDICTIONS_FILE} and pictures to {folder}/")
+    say(f"\nwrote {REPORT_FILE}, {PREDICTIONS_FILE} and pictures to {printable(folder)}/")
     return result
 
 

@@ -83,7 +83,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 def markdown(text: object) -> str:
     """Return text as one line that Markdown shows as it is, wherever it comes from."""
     within_word = r"(?<=[^\W_])_(?=[^\W_])"  # where an underscore means nothing
-    special = rf"(?!{within_word})[\\`*_\[\]<>|~&$#!]"
+    special = rf"(?!{within_word})[\\`*_\[\]<>|~&$#!@]|:(?=//)|(?<=www)\."
     return re.sub(special, lambda found: f"&#{ord(found[0])};", printable(text))
 
 

@@ -6,6 +6,7 @@ ever executed. The checkpoint of a sharded run is a folder, see `vit.run.sharded
 are files.
 """
 
+import contextlib
 import io
 import warnings
 from dataclasses import field
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, with_config
+from pydantic import BeforeValidator, Field, with_config
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
@@ -23,7 +24,7 @@ from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
 from vit.files import require_file, seal, unseal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
-from vit.settings import CHECKED, ClassNames, NonNegative, Steps, Text, group, parse
+from vit.settings import CHECKED, LARGE, ClassNames, Steps, Text, group, parse
 from vit.training.config import StoredConfig, to_dict
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -48,10 +49,11 @@ class Environment(TypedDict, total=False):
 
 def _as_pairs(value: Any) -> Tensor:
     """Turn lists of pairs, as JSON has them, into a tensor (N, 2)."""
-    try:
-        return torch.as_tensor(value, dtype=torch.float32).view(-1, 2)
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError("these are not pairs of numbers") from None
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        pairs = torch.as_tensor(value, dtype=torch.float32).view(-1, 2)
+        if len(pairs) <= LARGE:  # of an epoch
+            return pairs
+    raise ValueError("these are not pairs of numbers")
 
 
 @group("", kw_only=False)
@@ -72,7 +74,7 @@ class Checkpoint:
     points: Annotated[Tensor, BeforeValidator(_as_pairs)] = field(
         default_factory=lambda: torch.empty(0, 2)
     )
-    seconds: NonNegative = 0.0  # of training so far
+    seconds: Annotated[float, Field(ge=0)] = 0.0  # of training so far
     total_steps: Steps | None = None  # of the whole run
     skipped: Steps = 0  # steps whose loss or gradient was not finite
     skipped_in_a_row: Steps = 0  # of the latest steps

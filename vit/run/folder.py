@@ -191,7 +191,9 @@ def write_config(config: Config, step: int, run: Path) -> None:
     stored = stored_config(run)
     comments = []
     if stored is not None:
-        comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        comments = [
+            line for line in path.read_text(errors="replace").splitlines() if line.startswith("#")
+        ]
         changes = changed_keys(lasting(to_dict(stored)), lasting(values))
         if changes:
             comments.append(f"# changed after step {step}: {'; '.join(changes)}")

@@ -77,6 +77,9 @@ class TrainState:
             optimizer.load_state_dict(values)
             for group, settings in zip(optimizer.param_groups, configured, strict=True):
                 group.update(settings, lr=group["lr"])
+            for parameter, stored in optimizer.state.items():
+                if any(v.numel() not in (1, parameter.numel()) for v in stored.values()):
+                    raise ValueError("the state of an optimizer has other shapes than its weights")
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"] or state["model"])
         self._load_counts(state)
@@ -210,7 +213,7 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
         )
     try:
         state.load_checkpoint(checkpoint)
-    except RuntimeError as error:
+    except Exception as error:  # a state of another form leads to all kinds
         raise ValueError(
             f"model.attention: the checkpoint of the run in {config.out} does not fit the "
             f"parameters of {config.model.attention} ({shorten(error, 200)}); restore the code it "
