@@ -47,7 +47,7 @@ from vit.evaluation import (
 )
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
-from vit.reporting import unfamiliar
+from vit.reporting import loading, unfamiliar
 from vit.reporting.config import EvalDataConfig, ReportConfig
 from vit.reporting.loading import load_split, load_test
 from vit.reporting.tables import metrics_table
@@ -347,6 +347,31 @@ def test_test_images_in_the_home_folder_are_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     root = EvalDataConfig(root="~/pictures").root
     assert len(load_test(saved, root)) == len(saved.classifier.classes)
+
+
+def test_nothing_is_downloaded_into_a_wrong_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another new or empty folder is the target of a download."""
+    places: list[str] = []
+
+    def read(data: DataConfig, *_: object) -> ImageSet:
+        places.append(data.root)
+        raise ValueError("no network")
+
+    for name in ("load_test_images", "split_training"):
+        monkeypatch.setattr(loading, name, read)
+    saved = load_model("cifar10_quick", "cpu")
+    wrong = tmp_path / "wrong"
+    (wrong / "notes").mkdir(parents=True)
+    for load in (load_test, load_split):
+        with pytest.raises(ValueError, match=r"wrong does not contain cifar10 \(it contains n"):
+            load(saved, str(wrong))
+        for place in ("new", "sets"):
+            (tmp_path / "sets/cifar-10-batches-py").mkdir(parents=True, exist_ok=True)
+            with pytest.raises(ValueError, match="no network"):
+                load(saved, str(tmp_path / place))
+    assert {*places} == {"data", str(tmp_path / "new"), str(tmp_path / "sets")}
 
 
 def test_training_images_are_where_they_were_or_in_another_root(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.datasets import CIFAR10 as CIFAR
 
 from small_runs import load, small
 from vit.cli import parse_train
@@ -18,7 +17,7 @@ from vit.data.config import DataConfig
 from vit.data.datasets import load_training
 from vit.data.folder import list_folder
 from vit.data.images import ImageSet
-from vit.data.layout import CIFAR10, recognize
+from vit.data.layout import recognize
 from vit.data.photos import find_photos
 from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
@@ -248,12 +247,13 @@ def test_images_are_recognized(root, classes_only, tmp_path):
     shutil.rmtree(root / "train")
     (root / "test").rename(root / "val")
     assert recognize(root) == "folder"
-    assert {*CIFAR10} == {CIFAR.base_folder, CIFAR.filename}
 
 
 def test_the_name_of_the_data_set_follows_from_the_root(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sets" / CIFAR10[0]).mkdir(parents=True)
+    (tmp_path / "sets/cifar-10-batches-py").mkdir(parents=True)
+    (tmp_path / "root").write_text(f"data: {{root: '{root}'}}")
+    (tmp_path / "both").write_text(f"data: {{root: '{root}', name: shapes}}")
     for words, name, out in (
         (["--data.root", str(root)], "folder", "runs/pictures"),
         (["--data.root", str(root), "--data.name", "cifar10"], "cifar10", "runs/quick"),
@@ -261,6 +261,13 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, tmp_path, monkeypa
         (["--data.root", "data"], "cifar10", "runs/quick"),  # the default, which is created
         (["--data.name", "table", "--data.root", "x/labels.csv"], "table", "runs/labels"),
         (["--config", "quick", "--data.root", str(root)], "folder", "runs/quick"),
+        # A name in a file does not switch off what a later root says, but one beside the root does.
+        (["--config", "cifar10_hour", "--data.root", str(root)], "folder", "runs/cifar10_hour"),
+        (["--config", "cifar10", "--data.root", "sets"], "cifar10", "runs/cifar10"),
+        (["--config", "cifar10", "--data.root", "new"], "cifar10", "runs/cifar10"),
+        (["--config", "cifar10", "--config", "root"], "folder", "runs/cifar10"),
+        (["--config", "both"], "shapes", "runs/shapes"),
+        (["--config", "root", "--data.name", "digits"], "digits", "runs/digits"),
     ):
         found, _ = parse_train(words)
         assert (found.data.name, found.out) == (name, out), words
@@ -276,8 +283,17 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp
         parse_train(["--config", str(file)])
     classes_only.rename(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^data\.root: data contains neither CIFAR-10 nor"):
+    with pytest.raises(ValueError, match=r"^data\.root: data does not contain cifar10 \(it"):
         parse_train(["--data.root", "data"])
+    for recipe in ("cifar10", "shapes"):
+        with pytest.raises(ValueError, match=rf"^data\.root: data does not contain {recipe} \(it"):
+            parse_train(["--config", recipe, "--data.root", "data"])
+    with pytest.raises(ValueError, match=r"^data\.root: data does not contain cifar10 "):
+        parse_train(["--config", str(file), "--config", "cifar10", "--data.root", "data"])
+    (tmp_path / "later").write_text("data: {name: svhn}")
+    file.write_text("data: {root: data}")
+    with pytest.raises(ValueError, match=r"^data\.root: data does not contain svhn .*name svhn to"):
+        parse_train(["--config", str(file), "--config", "later"])
 
 
 # Runs.

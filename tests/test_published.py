@@ -177,6 +177,7 @@ def test_a_set_is_downloaded_once_and_read(name, offer, capsys):
     assert "data.download=false" in refused(offline) and not Path(data.root).exists()
     assert_complete(data)
     assert f"{name} is not in {data.root}" in capsys.readouterr().out
+    assert any(Path(data.root).glob(data.spec.files))
     assert_complete(offline)
     assert capsys.readouterr().out == ""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.config import DataConfig
-from vit.data.layout import check_default_data, recognize
+from vit.data.layout import check_stored, recognize
 from vit.settings import read_yaml, require, shorten, suggest
 from vit.training.config import Config, TrainConfig, translated
 
@@ -71,21 +71,38 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
             f"train.epochs: with train.budget_minutes {minutes:g}, a benchmark sets the length; "
             "to choose the epochs, add --train.budget_minutes null"
         )
-    values = merge([*(at_budget(translated(file), minutes) for file in files), flags])
-    data = values.get("data", {})
-    root = None if "name" in data else data.get("root")
-    name = recognize(Path(root).expanduser()) if isinstance(root, str) else None
-    if name is not None:
-        values["data"] = {**data, "name": name}
-    config = Config(**values)
-    place = Path(config.data.root)
-    is_empty = root == DataConfig.root and not any(place.glob("*"))  # to be downloaded into
-    if root is not None and name is None and not is_empty:
-        check_default_data(place)
-    if "out" not in values and config.data.name != "cifar10":
+    parts = [*(at_budget(translated(file), minutes) for file in files), flags]
+    config = _with_data_set(parts)
+    if config.data.name != "cifar10" and not any("out" in part for part in parts):
+        place = Path(config.data.root)
         name = place.resolve().stem if config.data.name == "table" else place.resolve().name
         own = config.data.spec.own_files and name
         config = dataclasses.replace(config, out=f"runs/{own or config.data.name}")
+    return config
+
+
+def _with_data_set(parts: list[dict[str, Any]]) -> Config:
+    """Merge the parts of a config, the flags last, and recognize a root that no name follows.
+
+    A name is meant for a root if the same file or a flag says it.
+    """
+    values = merge(parts)
+    data = values.get("data", {})
+    root, name = (
+        max((at for at, part in enumerate(parts) if key in part.get("data", {})), default=-1)
+        for key in ("root", "name")
+    )
+    if name < root and isinstance(data["root"], str):
+        recognized = recognize(Path(data["root"]).expanduser())
+        data = {**data, "name": recognized or data.get("name", DataConfig.name)}
+    config = Config(**{**values, "data": data})
+    if root not in (-1, name) and name != len(parts) - 1:
+        check_stored(
+            config.data,
+            name >= 0 or config.data.root == DataConfig.root,
+            "add --data.name folder, table or shards for images of your own (docs/data.md "
+            f"describes them), or add --data.name {config.data.name} to use it all the same",
+        )
     return config
 
 

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from vit.data.config import DataConfig
+
 # What torchvision's ImageFolder reads, and what phones and web pages have besides.
 IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
     ".gif", ".avif", ".heic", ".heif",
 )  # fmt: skip
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
-CIFAR10 = ("cifar-10-batches-py", "cifar-10-python.tar.gz")  # the data set, unpacked or not
 # Folders, and words in a table's column "split". The first of TESTS that is there is for testing.
 TRAIN, TESTS = "train", ("test", "val", "valid", "validation")
 LISTED = 10  # at most so many names in a message
@@ -66,17 +67,20 @@ def recognize(root: Path) -> str | None:
     return "folder" if is_folder or _has_image(root) else None
 
 
-def check_default_data(root: Path) -> None:
-    """Check that the default, CIFAR-10, is in a root that was given without data.name.
+def check_stored(
+    data: DataConfig, is_target: bool = True, advice: str = "or name an empty folder for it"
+) -> None:
+    """Check that a published data set is in data.root, or, if that is new or empty, may get there.
 
     Whoever mistypes the path of their own images should not train on CIFAR-10 instead.
     """
-    if not any((root / name).exists() for name in CIFAR10):
+    root, files = Path(data.root), data.spec.files
+    found = files and any(root.glob(files))
+    is_empty = not root.is_file() and not any(root.glob("*"))
+    if not (data.spec.own_files or found or (files and is_target and is_empty)):
         raise ValueError(
-            f"data.root: {root} contains neither CIFAR-10 nor images in a layout that is "
-            f"recognized ({content(root)}); check the path, add --data.name folder, table or "
-            "shards for images of your own (docs/data.md describes them), or add --data.name "
-            "cifar10 to download CIFAR-10 into it"
+            f"data.root: {root} does not contain {data.name} ({content(root)}); check the path, "
+            f"{advice}"
         )
 
 

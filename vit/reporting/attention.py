@@ -56,7 +56,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
     indices = _choose_indices(test, options)
     folder = results_folder(saved, options.out, ATTENTION_FOLDER)
     _empty_folder(folder)
-    say(f"{saved.describe()}, {saved.config.data.name} test images\n")
+    say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)
     say(
         f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "

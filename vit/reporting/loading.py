@@ -9,7 +9,7 @@ from typing import Any
 
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
-from vit.data.layout import recognize
+from vit.data.layout import check_stored, recognize
 from vit.files import inside, require_file
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
@@ -57,12 +57,13 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
             model may have been trained on some of them.
     """
     data = saved.config.data
-    if root is not None and not data.spec.own_files:
-        data = dataclasses.replace(data, name=recognize(Path(root)) or data.name)
-    # Into a folder that only the model file names, nothing is downloaded.
+    if root is not None:
+        name = data.name if data.spec.own_files else recognize(Path(root)) or data.name
+        data = dataclasses.replace(data, name=name, root=root)
+        check_stored(data)
+    # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
-    root = root or data.root
-    data = dataclasses.replace(data, root=root, download=download)
+    root, data = data.root, dataclasses.replace(data, download=download)
     test = load_test_images(data, saved.classifier.preprocess)
     if test.classes != saved.classifier.classes:
         different = ", ".join(sorted({*test.classes} ^ {*saved.classifier.classes}))
@@ -95,6 +96,7 @@ def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]
         with contextlib.suppress(ValueError):
             return load_split(dataclasses.replace(saved, config=config), None)
         data = dataclasses.replace(data, root=root)
+        check_stored(data)
     training, held_out = split_training(data, saved.config.train.seed)
     if saved.fingerprint not in ("", training.fingerprint):
         raise ValueError(

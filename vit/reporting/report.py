@@ -64,7 +64,7 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     if options.coverage is not None:
         none = torch.zeros(0, len(test.classes))
         make_sets(saved.classifier, none, none[:, 0], options.coverage)
-    say(f"{saved.describe()}, {saved.config.data.name} test images\n")
+    say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     result = write_report(
         saved.classifier, test, folder, saved.step, options.batch_size, options.coverage
     )
