@@ -148,6 +148,66 @@ def test_links_lead_to_other_disks_but_not_in_circles_or_into_other_classes(root
     assert len({Path(path).resolve() for path in photos}) == len(photos) == 38
 
 
+def tree(root: Path, *files: str) -> Path:
+    """Make pictures of noise and texts at paths such as train/cat/0.png, with two of each."""
+    shutil.rmtree(root)
+    for number, name in enumerate(files):
+        for path in (root / name, (root / name).with_stem(f"{Path(name).stem}b")):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture(number).save(path) if path.suffix == ".png" else path.write_text("text")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("Training", "Testing"), ("TRAIN", "TEST"), ("train", "eval"), ("training", "dev"),
+        ("seg_train", "seg_test"), ("seg_train/seg_train", "seg_test/seg_test"),
+        ("images/train", "images/val"), ("training_set", "test_set"), ("train", "Validation"),
+    ],
+)  # fmt: skip
+def test_parts_have_the_names_that_are_usual(root, train, test):
+    tree(root, *(f"{part}/{name}/0.png" for part in (train, test) for name in ("glioma", "none")))
+    (root / "images/labels").mkdir(parents=True, exist_ok=True)
+    assert recognize(root) == "folder"
+    for part, name in ((True, train), (False, test)):
+        found = read(root, part)
+        assert found.classes == ("glioma", "none")
+        assert {Path(path).parents[1] for path in found.origins} == {root / name}
+
+
+def test_folders_are_parts_only_where_they_contain_classes(root):
+    for classes in (("invalid", "valid"), ("car", "plane", "train"), ("Dev", "sales")):
+        tree(root, *(f"{name}/0.png" for name in classes))
+        assert recognize(root) == "folder" and read(root, True).classes == classes
+    tree(root, "train/a/0.png", "train/b/0.png", "val/a/0.png", "val/b/0.png", "test/0.png")
+    assert {Path(path).parts[-3] for path in read(root, False).origins} == {"val"}
+    tree(
+        root, "train/a/0.png", "mini_train/a/0.png", "test/a/0.png", "train/b/0.png", "test/b/0.png"
+    )
+    assert {Path(path).parts[-3] for path in read(root, True).origins} == {"train"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("train/0.png", "test/0.png"), ("train/0.png", "test/0.png", "more/0.png"),
+        ("train/a/0.png", "car/b/0.png"), ("valid/2024/0.png", "invalid/2024/0.png"),
+        ("train/a/0.png", "Training/a/0.png", "tests/a/0.png"), ("val/0.png",),
+        ("seg_train/a/0.png", "Training/a/0.png", "test/a/0.png"), ("train/a/0.png", "test/0.png"),
+    ],
+)  # fmt: skip
+def test_folders_that_may_be_parts_or_classes_are_refused_with_both_readings(root, files):
+    tree(root, *files)
+    names = {Path(name).parts[0] for name in files} - {"car", "more", "invalid", "tests"}
+    for ask in (lambda: recognize(root), lambda: read(root, True)):
+        with pytest.raises(ValueError, match=r"two ways: .* as parts, .* or as classes; ") as info:
+            ask()
+        words = str(info.value).partition("two ways: ")[2]
+        assert {*words.partition(" as parts")[0].split(", ")} <= names
+        assert words.endswith(words.partition(" as parts")[0])
+
+
 # Broken pictures.
 
 
@@ -190,8 +250,7 @@ WRONG = {
     ),
     "no test": (
         lambda root: (root / "test").rename(root / "tests"),
-        "ROOT has no test/ (it contains tests, train); add test/ (or val/), or point --data.root "
-        "at ROOT/train to split it",
+        "ROOT (it contains tests, train) can be read in two ways: train as parts, like ",
     ),
     "other class": (
         lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),

@@ -37,10 +37,12 @@ def numbers(source: ImageSet) -> list[int]:
     return [int(Path(path).stem) for path in source.images.paths]
 
 
-@pytest.mark.parametrize("last", ["test", "val", "valid"])
+@pytest.mark.parametrize("last", ["test", "val", "valid", "Testing", " TEST_set"])
 def test_files_and_labels_are_those_of_the_rows(folder, last):
     """Images for validation are for testing only where no others are."""
-    table = rows("bäbäbäbä", ["train"] * 4 + ["validation"] * 2 + [last] * 2)
+    table = rows(
+        "bäbäbäbä", ["train", "Train", "training", "TRAIN"] + ["validation"] * 2 + [last] * 2
+    )
     file = write(folder, "path,label,split", *table)
     training, test = read(file), read(file, train=False)
     assert training.classes == test.classes == ("b", "ä")

@@ -97,12 +97,7 @@ def _with_data_set(parts: list[dict[str, Any]]) -> Config:
         data = {**data, "name": recognized or data.get("name", DataConfig.name)}
     config = Config(**{**values, "data": data})
     if root not in (-1, name) and name != len(parts) - 1:
-        check_stored(
-            config.data,
-            name >= 0 or config.data.root == DataConfig.root,
-            "add --data.name folder, table or shards for images of your own (docs/data.md "
-            f"describes them), or add --data.name {config.data.name} to use it all the same",
-        )
+        check_stored(config.data, name >= 0 or config.data.root == DataConfig.root)
     return config
 
 

@@ -5,6 +5,7 @@ is imported.
 """
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,7 +18,10 @@ IMAGE_SUFFIXES = (
 )  # fmt: skip
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 # Folders, and words in a table's column "split". The first of TESTS that is there is for testing.
-TRAIN, TESTS = "train", ("test", "val", "valid", "validation")
+TRAIN, TESTS = "train", ("test", "val", "valid", "validation", "dev", "eval", "evaluation")
+PART = re.compile(
+    rf"(?:\w+[_-])?({'|'.join((TRAIN, *TESTS))})(?:ing)?(?:[_-]?(?:set|data|images))?"
+)
 LISTED = 10  # at most so many names in a message
 
 
@@ -31,32 +35,56 @@ def is_image(name: str) -> bool:
     return is_visible(name) and name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def has_parts(root: Path) -> bool:
-    """Say whether a folder has train/ or a folder of test images, rather than class folders."""
-    return any((root / name).is_dir() for name in (TRAIN, *TESTS))
+def part_of(name: str) -> str | None:
+    """Return which of TRAIN and TESTS a name means, such as Training, seg_test or VAL, if any."""
+    match = PART.fullmatch(name.lower())
+    return match and match[1]
 
 
 def find_parts(root: Path) -> list[Path]:
-    """Return the folders of the training and the test images, or the root alone, to be split.
+    """Return the folders of the training and the test images, or the one that is to be split.
 
-    train/ may be missing, but a folder of test images must be beside it.
+    A part contains class folders or shards; else its name is that of a class. train/ may be
+    missing, but a folder of test images must be beside it.
     """
-    if not has_parts(root):
+    folders, inner = visible_folders(root), root / "images"
+    named = [(word, path) for path in folders if (word := part_of(path.name))]
+    if not named:
+        is_inner = any(part_of(path.name) for path in visible_folders(inner))
+        return find_parts(inner) if is_inner else [root]
+    parts = [(word, path) for word, path in named if visible_folders(path) or tar_files(path)]
+    parts = [(w, path) for w, path in parts if path.name == w or (w, root / w) not in parts]
+    words = [word for word, _ in parts or named]
+    tests = [word for word in TESTS if word in words]
+    classes = [path for path in folders if part_of(path.name) is None]
+    has_classes = any(_has_image(path) for c in classes for path in (c, *visible_folders(c)))
+    beside = has_classes and not (tests and TRAIN in words)
+    loose = not parts and any(_has_image(path) for _, path in named)
+    if beside and loose:
         return [root]
-    for name in TESTS:
-        if (root / name).is_dir():
-            return [root / TRAIN, root / name]
-    raise ValueError(
-        f"data.root: {root} has no test/ ({content(root)}); add test/ (or val/), or point "
-        f"--data.root at {root / TRAIN} to split it by data.test_fraction"
-    )
+    if beside or loose or not tests or len(words) > len({*words}):
+        names = some(sorted(path.name for _, path in parts or named))
+        raise ValueError(
+            f"data.root: {root} ({content(root)}) can be read in two ways: {names} as parts, like "
+            "train/<class>/ and test/<class>/ (or val/), or as classes; for parts, complete these "
+            "two and move other folders away, or point --data.root at one to split it by "
+            f"data.test_fraction; for classes, rename {names}"
+        )
+    places = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
+    return [_unpacked(places[word]) for word in (TRAIN, tests[0])]
+
+
+def _unpacked(part: Path) -> Path:
+    """Return the part, or what some archives contain instead: a folder of its name in it."""
+    is_nested = [path.name for path in visible_folders(part)] == [part.name]
+    return _unpacked(part / part.name) if is_nested else part
 
 
 def recognize(root: Path) -> str | None:
     """Return the value of data.name for images of the user's own, or None for anything else."""
     if root.suffix.lower() == ".csv" and root.is_file():
         return "table"
-    part = next((root / name for name in (TRAIN, *TESTS) if (root / name).is_dir()), root)
+    part = next(filter(Path.is_dir, find_parts(root)), root)
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
     if tar_files(part) and (part != root or (root / CLASSES_FILE).is_file()):
         return "shards"
@@ -67,9 +95,7 @@ def recognize(root: Path) -> str | None:
     return "folder" if is_folder or _has_image(root) else None
 
 
-def check_stored(
-    data: DataConfig, is_target: bool = True, advice: str = "or name an empty folder for it"
-) -> None:
+def check_stored(data: DataConfig, is_target: bool = True) -> None:
     """Check that a published data set is in data.root, or, if that is new or empty, may get there.
 
     Whoever mistypes the path of their own images should not train on CIFAR-10 instead.
@@ -79,8 +105,9 @@ def check_stored(
     is_empty = not root.is_file() and not any(root.glob("*"))
     if not (data.spec.own_files or found or (files and is_target and is_empty)):
         raise ValueError(
-            f"data.root: {root} does not contain {data.name} ({content(root)}); check the path, "
-            f"{advice}"
+            f"data.root: {root} does not contain {data.name} ({content(root)}); check the path, or "
+            "train with --data.name folder, table or shards for images of your own (docs/data.md "
+            f"describes them), or with --data.name {data.name} to use it all the same"
         )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
-from vit.data.layout import TESTS, TRAIN, content, some
+from vit.data.layout import TESTS, TRAIN, content, part_of, some
 from vit.settings import shorten
 
 PATH, LABEL, SPLIT = "path", "label", "split"
@@ -66,12 +66,12 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                     f"{path} is listed twice": path in rows,
                     f"{path}: file not found": not Path(path).is_file(),
                     f"split is {shorten(values.get(SPLIT))!r}; it must be train, val or test": (
-                        values.get(SPLIT, TRAIN) not in (TRAIN, *TESTS)
+                        part_of(values.get(SPLIT, TRAIN)) is None
                     ),
                 }
                 for problem in (words for words, wrong in problems.items() if wrong):
                     raise ValueError(f"data.root: {file}, line {reader.line_num}: {problem}")
-                rows[path] = values[LABEL], values.get(SPLIT)
+                rows[path] = values[LABEL], part_of(values.get(SPLIT, ""))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"data.root: {file} is not a CSV file in UTF-8 ({error})") from None
     return rows

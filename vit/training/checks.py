@@ -15,7 +15,7 @@ from torch import nn
 from vit.classifier import build_model
 from vit.console import warn
 from vit.data.images import ImageSet
-from vit.data.layout import has_parts
+from vit.data.layout import find_parts
 from vit.data.preprocess import Preprocess
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
@@ -36,7 +36,8 @@ def check_config(config: Config) -> None:
         ValueError: The run is inside the data, or the model cannot be built for the images.
     """
     out, root = Path(config.out).resolve(), Path(config.data.root).resolve()
-    if config.data.name == "folder" and out.is_relative_to(root) and not has_parts(root):
+    own = config.data.name == "folder" and out.is_relative_to(root)
+    if own and len(find_parts(root)) == 1:
         raise ValueError(
             f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
             "class; choose another --out"
