@@ -163,10 +163,26 @@ def test_classes_and_the_images_of_a_class_are_equally_frequent(data):
 
 
 def test_every_image_of_a_large_class_has_its_turn():
-    epochs = torch.stack([balanced_batches(LABELS, (5, 20), 0, e).flatten() for e in range(500)])
+    epochs = torch.stack([balanced_batches(LABELS, (5, 21), 0, e) for e in range(500)])
     times = torch.bincount(epochs.flatten(), minlength=100)[LABELS == 0].double()
-    places = torch.bincount(LABELS[epochs[:, 0]], minlength=4)
-    assert min(chisquare(times).pvalue, chisquare(places).pvalue) > 1e-3
+    firsts = torch.stack([LABELS[batch].bincount(minlength=4) for batch in epochs[:, 0]])
+    extra = (firsts == 6).sum(dim=0)  # the class with one image more than the others
+    assert extra.sum() == 500
+    assert min(chisquare(times).pvalue, chisquare(extra).pvalue) > 1e-3
+
+
+@pytest.mark.parametrize("classes", [2, 3, 4])
+def test_neighbours_in_balanced_batches_are_any_two_images(classes):
+    """Pairs for mixing are of one class as often as two images drawn from the batch are."""
+    labels, size = torch.arange(classes).repeat(30), 12
+    batches = [balanced_batches(labels, (60 * classes // size, size), 0, e) for e in range(200)]
+    first, second = labels[torch.cat(batches)].view(-1, size // 2, 2).unbind(dim=2)
+    pairs = (classes * first + second).flatten().bincount(minlength=classes**2).double()
+    same = (size // classes - 1) / (size - 1) / classes  # of each class
+    other = (1 - classes * same) / (classes * (classes - 1))
+    likely = torch.full((classes, classes), other).fill_diagonal_(same).flatten().double()
+    likely *= pairs.sum() / likely.sum()
+    assert chisquare(pairs, likely).pvalue > 1e-3
 
 
 def test_weights_are_scikit_learn_s():

@@ -141,9 +141,10 @@ def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: i
     """Draw an epoch in which every class is equally frequent, and divide it into batches.
 
     It is a sequence of rounds, each with one image of every class in random order, so every batch
-    is balanced too, up to two images per class. A class takes its images in random order, and
-    starts again in another order when all have been taken. The shape is that of the result: steps,
-    and images per step, see `divide_epoch`.
+    is balanced too, up to two images per class. A batch is in random order, so that neighbours, who
+    are mixed, may be of one class. A class takes its images in random order, and starts again in
+    another order when all have been taken. The shape is that of the result: steps, and images per
+    step, see `divide_epoch`.
     """
     draw = generator(seed, "balanced epoch", epoch)
     labels = labels.cpu()
@@ -157,7 +158,8 @@ def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: i
         columns.append(images[order.flatten()[:rounds]])
     chosen = torch.stack(columns, dim=1)  # (rounds, classes)
     shuffled = chosen.gather(1, torch.rand(chosen.shape, generator=draw).argsort(dim=1))
-    return shuffled.flatten()[: math.prod(shape)].view(shape)
+    batches = shuffled.flatten()[: math.prod(shape)].view(shape)
+    return batches.gather(1, torch.rand(shape, generator=draw).argsort(dim=1))
 
 
 def class_weights(counts: Sequence[int]) -> Tensor:
