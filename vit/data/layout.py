@@ -71,13 +71,10 @@ def find_parts(root: Path) -> list[Path]:
             f"data.test_fraction; for classes, rename {names}"
         )
     places = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
-    return [_unpacked(places[word]) for word in (TRAIN, tests[0])]
-
-
-def _unpacked(part: Path) -> Path:
-    """Return the part, or what some archives contain instead: a folder of its name in it."""
-    is_nested = [path.name for path in visible_folders(part)] == [part.name]
-    return _unpacked(part / part.name) if is_nested else part
+    found = [places[TRAIN], places[tests[0]]]
+    while all([f.name for f in visible_folders(part)] == [part.name] for part in found):
+        found = [part / part.name for part in found]  # as some archives are unpacked
+    return found
 
 
 def recognize(root: Path) -> str | None:

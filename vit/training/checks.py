@@ -36,8 +36,8 @@ def check_config(config: Config) -> None:
         ValueError: The run is inside the data, or the model cannot be built for the images.
     """
     out, root = Path(config.out).resolve(), Path(config.data.root).resolve()
-    own = config.data.name == "folder" and out.is_relative_to(root)
-    if own and len(find_parts(root)) == 1:
+    inside = config.data.name == "folder" and out.is_relative_to(root)
+    if inside and len(find_parts(root)) == 1:
         raise ValueError(
             f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
             "class; choose another --out"
