@@ -81,6 +81,14 @@ WRONG = {
         ["path,label", "images/0.png,a", "images/1.png,b", "images/0.png,b"],
         "line 4: ROOT/images/0.png is listed twice",
     ),
+    "twice by another path": (
+        ["path,label,split", "images/0.png,a,train", "images/../images/0.png,a,test"],
+        "line 3: ROOT/images/../images/0.png is listed twice",
+    ),
+    "a link to another row": (
+        ["path,label,split", "images/0.png,a,train", "link/0.png,a,test"],
+        "line 3: ROOT/link/0.png is listed twice, perhaps as a link",
+    ),
     "no test images": (
         ["path,label,split", *rows("ab", ["train"] * 2)],
         "class a has 0 test images in ROOT, and needs at least 1",
@@ -92,6 +100,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_one_line_with_file_and_line(folder, case):
     lines, words = WRONG[case]
+    (folder / "link").symlink_to(folder / "images")
     file = folder / "table.csv"
     file.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError) as info:

@@ -1,6 +1,7 @@
 """Finding photos, and reading them the way people see them: upright, in colour, on white."""
 
 import io
+import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,18 +44,19 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
     ignored. The order is as given, that of a folder sorted; each file is listed once. The key of
     the names is for error messages.
     """
-    found: dict[Path, None] = {}
+    found: dict[str, Path] = {}
     for path in map(Path, names):
         if path.is_dir():
             images = image_files(path)
             if not images:
                 suffixes = ", ".join(IMAGE_SUFFIXES)
                 raise ValueError(f"{key}: {path} contains no image files ({suffixes})")
-            found.update(dict.fromkeys(map(Path, sorted(images))))
         else:
             _require_file(path, key)
-            found[path] = None
-    return list(found)
+            images = [str(path)]
+        for image in sorted(images):
+            found.setdefault(os.path.realpath(image), Path(image))
+    return list(found.values())
 
 
 def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:
@@ -120,6 +122,9 @@ def _read(file: Path | TarMember, channels: int) -> Bands:
                 return bands_of(image, channels)
     except Unusable:
         raise
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        most = f"{(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels"
+        problem = f"it has more than {most}, the largest that are read; save a smaller copy"
     except UnidentifiedImageError:
         heic = file.name.lower().endswith((".heic", ".heif"))
         problem = "HEIC needs a package; run pip install pillow-heif" if heic else "unknown format"

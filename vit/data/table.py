@@ -46,7 +46,7 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
         raise ValueError(
             f"data.root: {file} is not a file ({content(file)}); data.name=table needs a CSV file"
         )
-    rows: dict[str, tuple[str, str | None]] = {}
+    rows, seen = dict[str, tuple[str, str | None]](), set[str]()
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.DictReader(stream)
@@ -60,10 +60,11 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
             for record in reader:
                 values = {name: (record[name] or "").strip() for name in columns}
                 path = str(file.parent / os.path.expanduser(values[PATH]))  # noqa: PTH111 - no error
+                place = os.path.realpath(path)
                 problems = {
                     "more values than the header has columns": None in record,
                     "the label is empty": not values[LABEL],
-                    f"{path} is listed twice": path in rows,
+                    f"{path} is listed twice, perhaps as a link": place in seen,
                     f"{path}: file not found": not Path(path).is_file(),
                     f"split is {shorten(values.get(SPLIT))!r}; it must be train, val or test": (
                         part_of(values.get(SPLIT, TRAIN)) is None
@@ -71,6 +72,7 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                 }
                 for problem in (words for words, wrong in problems.items() if wrong):
                     raise ValueError(f"data.root: {file}, line {reader.line_num}: {problem}")
+                seen.add(place)
                 rows[path] = values[LABEL], part_of(values.get(SPLIT, ""))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"data.root: {file} is not a CSV file in UTF-8 ({error})") from None

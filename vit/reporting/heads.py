@@ -60,7 +60,8 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
     """Load the images that were held out when a model was trained, as many as are asked for."""
     held_out = load_split(saved, options.data.root)[1]
     if not len(held_out):
-        raise ValueError(f"{saved.path}: no images were held out (data.val_size=0)")
+        size = "null" if (given := saved.config.data.val_size) is None else given
+        raise ValueError(f"{saved.path}: no images were held out (data.val_size={size})")
     held_out = held_out.resized(saved.classifier.preprocess)
     return choose_images(held_out, options.images, options.seed, "heads")
 
