@@ -271,13 +271,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noise = {key: torch.zeros_like(value) for key, value in state.items()}
     save_file(state, folder / "bare.safetensors")
     torch.save({"module." + key: value for key, value in state.items()}, folder / "parallel.pt")
+    named = {"net.model." + key: value for key, value in state.items()}
+    torch.save({"model_state_dict": named, "epoch": 3}, folder / "nested.pth")
+    named = {"model." + key: value for key, value in state.items()}
+    torch.save({"state_dict": named, "epoch": 3}, folder / "lightning.ckpt")
     torch.save({"model": noise, "model_ema": state, "epoch": 3}, folder / "ema.pth")
     model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     save_timm(model, folder / "saved", **SMALL_TIMM, num_classes=5)
     return folder
 
 
-@pytest.mark.parametrize("form", ["bare.safetensors", "parallel.pt", "ema.pth", "saved"])
+@pytest.mark.parametrize(
+    "form", ["bare.safetensors", "parallel.pt", "nested.pth", "lightning.ckpt", "ema.pth", "saved"]
+)
 def test_every_form_of_file_gives_the_same_model(files, form):
     name = str(files / form)
     source = find_source(name, ModelConfig(pretrained=name))

@@ -5,6 +5,7 @@ for which.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vit.run.folder import MODEL_FILE
 from vit.settings import shorten, suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
+WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # before the names in foreign training loops
 TIMM_CONFIG = "config.json"  # in a folder that timm saved
 
 
@@ -126,7 +128,9 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
             "and plain values (nothing else is read, because it could execute code); save the "
             "state dict by itself with torch.save(model.state_dict(), FILE)"
         ) from None
-    weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    content = content.get("model_state_dict", content)
+    named = ((re.sub(WRAPPERS, "", key), value) for key, value in content.items())
+    weights = {key: value for key, value in named if isinstance(value, Tensor)}
     if model.name != "vit":
         return Pretrained(name, {"timm_args": {}}, weights)
     settings, input_size, assumed = settings_of_file(weights, model, name)
