@@ -1,5 +1,6 @@
 """Image folders in torchvision's layout: one folder per class, with or without train/ and test/."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -30,7 +31,8 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     # Of both parts, so that a class that is missing in one of them has no images there.
     folders = [folder for part in parts for folder in visible_folders(part)]
     classes = sorted({folder.name for folder in folders})
-    found = [image_files(part / name, [root, *parts, *folders]) for name in classes]
+    seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links there add nothing
+    found = [image_files(part / name, seen) for name in classes]
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, found))))
     paths = [path for files in found for path in files]
     return user_files(data, train, len(parts) == 1, root, paths, labels, classes)

@@ -6,7 +6,7 @@ is imported.
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vit.data.config import DataConfig
@@ -125,14 +125,15 @@ def tar_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{SHARD_SUFFIX}") if is_visible(path.name))
 
 
-def image_files(folder: Path, others: Iterable[Path] = ()) -> list[str]:
+def image_files(folder: Path, seen: set[str] | None = None) -> list[str]:
     """List the image files in a folder and the folders below it, without hidden ones.
 
     Like torchvision's, the list is sorted by folder, then by name. Wherever links lead, a folder is
-    listed once, and `others`, those of other images, not at all.
+    listed once, and those in `seen`, by their real paths, which is extended, not at all.
     """
     found, places = [], [str(folder)]
-    seen = {*map(os.path.realpath, others)} - {os.path.realpath(folder)}
+    seen = set() if seen is None else seen
+    seen.discard(os.path.realpath(folder))
     for place in places:  # the list grows
         if (real := os.path.realpath(place)) not in seen:
             seen.add(real)
