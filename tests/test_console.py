@@ -2,6 +2,7 @@
 
 import html
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def test_markdown_shows_any_text_as_it_is(text: str) -> None:
     assert "<" not in page[3:-4] and html.unescape(page) == f"<p>x {printable(text)} y</p>"
 
 
+def test_markdown_makes_no_links_or_mentions() -> None:
+    for text in ("http://x.y", "www.x.y", "@octocat", "<http://x.y>"):
+        assert not {"://", "www.", "@", "<"} & {*re.findall(r"://|www\.|@|<", markdown(text))}
+        assert html.unescape(markdown(text)) == text
+
+
+def test_nothing_is_printed_where_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    say("a")
+
+
 def test_a_cell_stays_a_cell() -> None:
     table = markdown_table([["class", "n"], *([name, "1"] for name in CLASSES)])
     page = python_markdown.markdown(table, extensions=["tables"])
@@ -84,7 +96,7 @@ def shown(text: str) -> list[str]:
 def test_every_command_prints_the_names_of_others_as_text(
     pictures: Path, tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "<b>\x1b[1m"
+    run = tmp_path / "<b>\x1b[1m\nerror: b"
     model = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
     settings: dict[str, Any] = {
         "data": {
@@ -120,7 +132,7 @@ def test_every_command_prints_the_names_of_others_as_text(
     assert page.count("<h1>") == 1 and page.count("<h2>") == 4
     for part in ("<img", "<a ", "<strong>", "<em>", "<li>", "\x1b"):
         assert part not in page, part
-    assert 'hf-hub:OWNER/<b>\\u001b[1m"' in html.unescape(page)
+    assert 'hf-hub:OWNER/<b>\\u001b[1m\\nerror: b"' in html.unescape(page)
     (folder,) = (run / "eval").glob("compare_*")
     page = python_markdown.markdown((folder / "comparison.md").read_text(), extensions=["tables"])
     assert page.count("<tr>") == 3 and "<b>" not in page

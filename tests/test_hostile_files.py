@@ -17,11 +17,14 @@ import safetensors.torch
 import torch
 
 from models import save_untrained
-from small_runs import small
+from small_runs import make_loop, small
 from vit.calibration import Calibration
+from vit.data.config import DataConfig
+from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.files import seal
 from vit.model_file import BLANK, DIGEST_KEY, METADATA_KEY, load_model
+from vit.reporting.loading import load_test
 from vit.reporting.model_card import model_card
 from vit.reporting.report import write_report
 from vit.run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
@@ -286,3 +289,101 @@ def test_yaml_aliases_are_refused_where_a_command_reads_them(tmp_path: Path) -> 
     lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 30))]
     (tmp_path / "bomb.yaml").write_text("model:\n  timm_args:\n    " + "\n    ".join(lines))
     refused(["--config", str(tmp_path / "bomb.yaml")], "is not YAML: aliases")
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "words"),
+    [
+        ("config", {"data": {"name": "shapes"}, "model": {
+            "name": "timm:vit_tiny_patch16_224", "timm_args": {"depth": 3 * 10**9}}}, "timm_args"),
+        ("config", {"data": {"name": "shapes"}, "model": {
+            "name": "timm:convnext_atto", "timm_args": {"depths": [3 * 10**9]}}}, "timm_args"),
+        ("preprocess", {"image_size": [32, 32], "mean": [0.5], "std": [0.5], "crop_pct": 1e-4},
+         "crop_pct"),
+        ("preprocess", {"image_size": [20000, 20001], "mean": [0.5], "std": [0.5]}, "image_size"),
+        ("preprocess", {"image_size": [32, 32], "mean": [0.5], "std": [1e-300]}, "std"),
+    ],
+)  # fmt: skip
+def test_numbers_that_would_fill_the_memory(
+    part: str, values: dict[str, Any], words: str, model: Path, tmp_path: Path
+) -> None:
+    about = {**metadata_of(model), part: values}
+    path = tmp_path / "model.safetensors"
+    write_model(path, json.dumps(about), safetensors.torch.load_file(model))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{words}"):
+        load_model(path)
+
+
+def test_weights_that_are_not_finite_real_numbers(model: Path, tmp_path: Path) -> None:
+    about, weights = metadata_of(model), safetensors.torch.load_file(model)
+    for value in (math.nan, -math.inf, 1j):
+        odd = {**weights, "norm.weight": weights["norm.weight"] * value}
+        path = write_model(tmp_path / "model.safetensors", json.dumps(about), odd)
+        with pytest.raises(ValueError, match=r"model\.safetensors: norm\.weight has values that"):
+            load_model(path)
+
+
+def test_a_long_run_and_an_endless_epoch(model: Path, tmp_path: Path) -> None:
+    long = replace(checkpoint_of(model), seconds=3e6, step=10**9)
+    save_checkpoint(tmp_path, long)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    assert read_checkpoint(path).seconds == 3e6
+    content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+    content["points"] = torch.zeros(1).expand(10**7, 2)  # of 4 bytes in the file
+    torch.save(content, buffer := io.BytesIO())
+    path.write_bytes(seal(buffer.getvalue()))
+    with pytest.raises(ValueError, match="points: these are not pairs of numbers"):
+        read_checkpoint(path)
+
+
+def test_the_state_of_an_optimizer_of_another_form(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", train={"epochs": 1})
+    (tmp_path / "run").mkdir()
+    make_loop(config).run()
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+
+    def write(optimizers: Any) -> None:
+        torch.save({**content, "optimizers": optimizers}, buffer := io.BytesIO())
+        path.write_bytes(seal(buffer.getvalue()))
+
+    good = content["optimizers"]
+    group = {k: v for k, v in good[0]["param_groups"][0].items() if k != "lr"}
+    state = {key: {name: torch.ones(3) for name in part} for key, part in good[0]["state"].items()}
+    for bad in (
+        [], good[:1], [{}, {}], [{**part, "state": {0: {"step": "x"}}} for part in good],
+        [{**good[0], "param_groups": [group]}, *good[1:]],
+        [{**good[0], "state": state}, *good[1:]],
+    ):  # fmt: skip
+        write(bad)
+        with pytest.raises(ValueError, match=r"checkpoint of the run in .* does not fit") as info:
+            make_loop(config)
+        assert "\n" not in str(info.value)
+    write(good)
+    make_loop(config)
+
+
+def test_a_model_file_chooses_no_place_for_downloads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a download"))
+    about = metadata_of(model)
+    place = tmp_path / "elsewhere"
+    for name in ("cifar10", "fashion_mnist"):
+        about["config"]["data"] = {"name": name, "root": str(place)}
+        path = write_model(
+            tmp_path / "model.safetensors", json.dumps(about), safetensors.torch.load_file(model)
+        )
+        with pytest.raises(ValueError, match=f"data.root: {name} is not in {place}"):
+            load_test(load_model(path, "cpu", "float32"))
+        assert not place.exists()
+
+
+def test_a_download_goes_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "data" / "cifar-10-python.tar.gz").symlink_to(tmp_path / "victim")
+    data = DataConfig(name="cifar10", root=str(tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"cifar-10-python\.tar\.gz is a link; delete it"):
+        open_images(data, train=True)
+    assert (tmp_path / "victim").read_text() == "mine"

@@ -60,8 +60,8 @@ def explain_run(run: str, options: MapsConfig) -> None:
     _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)
     say(
         f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "
-        f"to {folder}/\n"
-        f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
+        f"to {printable(folder)}/\nsee these images in the Attention tab of TensorBoard: "
+        f"tensorboard --logdir {printable(folder)}"
     )
     unless_given = 0 if options.indices else 500
     count = min(unless_given if options.faithfulness is None else options.faithfulness, len(test))

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vit.console import counted, program
+from vit.console import counted, printable, program
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.sampling import describe_counts
@@ -37,7 +37,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{'' if step.compiled else 'not '}compiled\n"
         f"{teacher}"
         f"steps    {_steps_text(config, step, len(images))}\n"
-        f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
+        f"run      {printable(config.out)}; watch it with: {tensorboard_command(Path(config.out))}"
     )
 
 
@@ -107,6 +107,7 @@ def end_text(
     run: Path, result: dict[str, Any], seconds: float, has_maps: bool, variant: str
 ) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
+    run = Path(printable(run))
     flag = f" --model.attention {variant}" if ".py:" in variant else ""
     low, high = result["accuracy_95"]
     attention = f"         {program('eval')} {run} maps{flag}\n" if has_maps else ""
@@ -139,7 +140,7 @@ def diverged_text(state: TrainState, what: str) -> str:
 
 def tensorboard_command(run: Path) -> str:
     """Return the command that shows a run and its neighbours with all their images."""
-    return f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000"
+    return f"tensorboard --logdir {printable(run.parent)} --samples_per_plugin images=1000"
 
 
 def clock(seconds: float) -> str:
