@@ -287,6 +287,38 @@ def test_a_step_written_meanwhile_appears_and_the_patch_stays(
     np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
 
 
+def test_a_run_with_steps_is_shown_first_and_each_run_shows_an_image_that_it_has(
+    page: Page, tmp_path: Path
+) -> None:
+    """As after a training and `eval.py RUN maps`, which writes a newer run with other images."""
+    for run, steps, tags in (
+        ("demo", (0, 10), ("probe_00", "probe_01")), ("demo/eval/attention", (20,), ("image_7",)),
+        ("other", (0, 5), ("probe_01", "probe_02")),
+    ):  # fmt: skip
+        with event_file(tmp_path / "logs" / run) as writer:
+            for step, tag in itertools.product(steps, tags):
+                write_record(writer, tag, make_record(sum(map(ord, tag))), step)
+    with serve(tmp_path / "logs", tmp_path) as address:
+        page.goto(f"{address}/#attention")
+        frame = ready(page)
+        wait_until(frame, "run", "demo")
+        frame.locator(".chooser button").nth(1).click()
+        wait_until(frame, "image", "probe_01")
+        choose, beside = frame.get_by_label("Run"), frame.get_by_label("compare with")
+        for run, image in (
+            ("other", "probe_01"), ("demo", "probe_01"), ("demo/eval/attention", "image_7"),
+            ("demo", "probe_00"),
+        ):  # fmt: skip
+            choose.select_option(label=run)
+            assert wait_until(frame, "run", run)["image"] == image
+        for run, image in (("other", "probe_01"), ("demo/eval/attention", "image_7")):
+            beside.select_option(label=run)
+            assert wait_until(frame, "run", run, pane=1)["image"] == image
+        expect(frame.get_by_text("These are different images.")).to_be_visible()
+        shown = frame.get_by_label("Image of the second pane").locator("option:checked")
+        expect(shown).to_contain_text("image_7")
+
+
 def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, run="rectangle")
     # Hostile names of the class and the file are text.

@@ -124,6 +124,15 @@ class Question:
             raise ValueError(f"no run {run!r} with attention; reload the page")
         return found
 
+    def has_several_steps(self, run: str, tag: str) -> bool:
+        """Return whether a tag has more than one step, from two of them."""
+        wanted = RunTagFilter(runs=[run], tags=[tag])
+        try:
+            found = self._provider.read_tensors(**self._place, downsample=2, run_tag_filter=wanted)
+        except TypeError:  # damaged, which the list of images says
+            return False
+        return len({datum.step for datum in found.get(run, {}).get(tag, [])}) > 1
+
     def read(self, tag: str) -> dict[int, tuple[TensorDatum, bytes]]:
         """Return what is stored at all steps of a tag; the last, if one was written again."""
         run = self.asked["run"]
@@ -162,18 +171,19 @@ class Question:
 
 
 def _runs(question: Question) -> Answer:
-    """List the runs that have images, without reading any."""
+    """List the runs that have images; those with several steps, which a training writes, first."""
     runs = [
         {
             "name": run,
             "images": len(images),
             "last_step": max(one.max_step for one in series.values()),
             "wall_time": max(one.max_wall_time for one in series.values()),
+            "several_steps": question.has_several_steps(run, images[0]),
         }
         for run, series in question.list_runs().items()
         if (images := _image_tags(series))
     ]
-    return {"runs": sorted(runs, key=lambda run: _natural(run["name"]))}
+    return {"runs": sorted(runs, key=lambda run: (not run["several_steps"], _natural(run["name"])))}
 
 
 def _images(question: Question) -> Answer:

@@ -29,6 +29,7 @@ export class App {
   history = []; // changes before the present ones
   #lists = new Map(); // run → its images, as listed by the server
   #known = null; // JSON of the runs
+  #left = ""; // the image that was shown when another run was chosen
   #turn = 0;
 
   constructor(root) {
@@ -106,7 +107,7 @@ export class App {
     const next = (step, tag) =>
       step === lastOf(this.#lists.get(run), tag) ? (lastOf(list, tag) ?? step) : step;
     if (state.run === run) state.step = next(state.step, state.image);
-    if (state.run2 === run) state.step2 = next(state.step2, state.image2 || state.image);
+    if (state.run2 === run) state.step2 = next(state.step2, this.secondImage());
     this.#lists.set(run, list);
   }
 
@@ -145,12 +146,12 @@ export class App {
     }
     if (turn !== this.#turn) return;
     const images = this.#lists.get(state.run)?.images ?? [];
-    if (!state.image && images.length) state.image = images[0].tag;
+    if (!state.image) state.image = this.#imageOf(state.run, this.#left);
     const first = this.#wanted(state.run, state.image, state.step, problems);
     state.step = first.at?.step ?? state.step;
     let otherStep = state.step2;
     if (otherStep === null && state.linked === "yes") otherStep = state.step;
-    const image2 = state.image2 || state.image;
+    const image2 = this.secondImage();
     const wanted = state.run2 && this.#wanted(state.run2, image2, otherStep, problems);
     const second = wanted && { ...wanted, beside: first };
     if (second) state.step2 = second.at?.step ?? state.step2;
@@ -168,6 +169,18 @@ export class App {
     if (state.view === "features") this.layout(); // each side shows the other one's image, too
     // On the scales of all that has been loaded.
     this.panes.forEach((pane) => pane.element.hidden || pane.paint());
+  }
+
+  /** Return an image of a run: the one with a tag, else its first; empty if it has none. */
+  #imageOf(run, tag) {
+    const images = this.#lists.get(run)?.images ?? [];
+    return (images.find((one) => one.tag === tag) ?? images[0])?.tag ?? "";
+  }
+
+  /** Return the image of the second pane. */
+  secondImage() {
+    const { run2, image, image2 } = this.state;
+    return image2 || this.#imageOf(run2, image);
   }
 
   /** Return what a pane is to show: the step, or the nearest that exists. */
@@ -360,10 +373,10 @@ export class App {
     this.edit({ patches: fillPatches(state.patches, fills) });
   }
 
+  /** Show a run: the image that is shown, if the run has it, else its first one. */
   chooseRun(run) {
-    const list = this.#lists.get(run);
-    const keep = !list || list.images.some((image) => image.tag === this.state.image);
-    this.set({ run, step: null, ...(keep ? {} : { image: "" }) });
+    this.#left = this.state.image || this.#left; // empty until the images of a run are listed
+    this.set({ run, step: null, image: "" });
   }
 
   /** Show another run beside this one, or this run at another step; null shows one pane. */
@@ -436,6 +449,9 @@ function nextSpecial(record, name) {
   return names[(names.indexOf(name) + 1) % names.length];
 }
 
+/** Return the newest run, of those with several steps if there are some. */
 function latest(runs) {
-  return runs.reduce((best, run) => (run.wall_time > best.wall_time ? run : best));
+  const trained = runs.filter((run) => run.several_steps);
+  const among = trained.length ? trained : runs;
+  return among.reduce((best, run) => (run.wall_time > best.wall_time ? run : best));
 }

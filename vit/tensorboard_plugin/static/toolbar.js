@@ -136,7 +136,9 @@ export class Toolbar {
     const lends = app.brush === "other" || state.patches.includes("other");
     this.secondLabel.hidden = state.view !== "features" && !lends;
     const others = app.panes[1].images.map(named);
-    offer(this.image2, [["", "the same"], ...others], state.image2);
+    const second = app.secondImage();
+    const chosen2 = second === state.image ? state.image2 : second;
+    offer(this.image2, [["", "the same"], ...others], chosen2);
     this.heat.checked = state.heat === "yes";
     const record = app.panes.map((pane) => pane.record).find(Boolean);
     if (!record) return;
