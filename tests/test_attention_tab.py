@@ -717,6 +717,18 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     np.testing.assert_allclose(values[kept], rollout * GRID**2, atol=0.02)
 
 
+def test_a_brush_changes_a_patch_and_not_what_the_maps_are_of(page: Page, address: str) -> None:
+    frame = show_live(page, address, view="heads")
+    assert numbers(frame)["token"] == "mean of patches"
+    page.mouse.move(*patch_at(frame, 2, 1))
+    wait_until(frame, "token", "2, 1")
+    frame.get_by_label("Brush").select_option("mean")
+    page.mouse.click(*patch_at(frame, 2, 1))
+    assert answered(frame, patches="17:mean")["token"] == "mean of patches"
+    frame.get_by_label("Brush").select_option("point")
+    hover(page, frame, 2, 3)
+
+
 def test_a_question_is_cancelled_while_its_model_is_loaded(page: Page, address: str) -> None:
     held = []
     page.goto("about:blank")  # which forgets all models
@@ -731,13 +743,17 @@ def test_a_question_is_cancelled_while_its_model_is_loaded(page: Page, address: 
     page.unroute("**/live_weights*")
 
 
+def drag(page: Page, frame: Frame, brush: str, start: int, end: int) -> None:
+    frame.get_by_label("Brush").select_option(brush)
+    page.mouse.move(*patch_at(frame, *divmod(start, GRID)))
+    page.mouse.down()
+    page.mouse.move(*patch_at(frame, *divmod(end, GRID)), steps=3)
+    page.mouse.up()
+
+
 def test_moved_and_borrowed_patches(page: Page, address: str, logged: Logged) -> None:
     frame = show_live(page, address)
-    frame.get_by_label("Brush").select_option("swap")
-    page.mouse.move(*patch_at(frame, 0, 0))
-    page.mouse.down()
-    page.mouse.move(*patch_at(frame, 5, 5), steps=3)
-    page.mouse.up()
+    drag(page, frame, "swap", 0, 45)
     swapped = answered(frame, patches="45:0,0:45")["change"]["after"]
     pixels = logged.pixels[0].clone()
     patch(pixels, 0)[:], patch(pixels, 45)[:] = (
@@ -750,6 +766,33 @@ def test_moved_and_borrowed_patches(page: Page, address: str, logged: Logged) ->
     borrowed = answered(frame, patches="45:0,0:45,63:other")["change"]["after"]
     patch(pixels, 63)[:] = patch(logged.pixels[2], 63)
     np.testing.assert_allclose(borrowed, logits_of(logged.models[200], pixels), atol=HALF)
+
+
+def test_blurred_lent_and_removed_patches_are_moved_as_they_look(page: Page, address: str) -> None:
+    """A patch that is out of attention has its pixels, and stays out if they move elsewhere."""
+    read = """() => { const { colour } = window.attentionTab.panes[0].record;
+        return [...colour.getContext("2d").getImageData(0, 0, 32, 32).data]; }"""
+
+    def shown(frame: Frame, patches: str) -> Tensor:
+        answered(frame, patches=patches)
+        data = np.reshape(frame.evaluate(read), (SIDE, SIDE, 4))[..., :3]
+        return torch.from_numpy(data).permute(2, 0, 1)
+
+    for fills, brush, moved in (
+        ("0:blur,9:mean", "move", "0:mean,9:mean,45:blur0"), ("0:other", "swap", "0:45,45:other0"),
+        ("0:out", "move", "0:out,45:0"), ("0:out,45:blur", "swap", "0:blur45,45:0"),
+    ):  # fmt: skip
+        frame = show_live(page, address, patches=fills, second=PROBE.format(2))
+        before = shown(frame, fills)
+        drag(page, frame, brush, 0, 45)
+        after = shown(frame, moved)
+        assert torch.equal(patch(after, 45), patch(before, 0)), fills
+        assert torch.equal(patch(after, 0), patch(before, 45)) == (brush == "swap"), fills
+    frame = show_live(page, address, patches="45:blur0")
+    expect(frame.locator(".change").first).to_contain_text("patch (5, 5) shows (0, 0) blurred")
+    drag(page, frame, "move", 45, 0)
+    answered(frame, patches="45:mean,0:blur")
+    frame.get_by_label("Brush").select_option("point")
 
 
 def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live(

@@ -24,6 +24,7 @@ export class App {
   pointed = null; // name of the token under the pointer
   paints = 0;
   brush = "point"; // one of BRUSHES in what_if.js
+  brushes = false; // whether the pointer is a brush on the picture
   held = null; // the patch that is being moved or swapped
   photo = null; // a file of the user's, in place of the images
   history = []; // changes before the present ones
@@ -225,8 +226,9 @@ export class App {
     });
   }
 
-  /** Note the token under the pointer, or null. */
-  point(name) {
+  /** Note the token under the pointer, or null; `brushes`: to change it, not to look from it. */
+  point(name, brushes = false) {
+    this.brushes = brushes;
     if (name === this.pointed) return;
     this.pointed = name;
     this.paint();
@@ -332,6 +334,11 @@ export class App {
     else this.muteHeads(what === "head" ? [[layer, head]] : all);
   }
 
+  /** Return what a click does to patches: nothing without a model to ask. */
+  brushNow() {
+    return this.canAsk() ? this.brush : "point";
+  }
+
   takeBrush(brush) {
     this.brush = brush;
     this.held = null;
@@ -353,7 +360,7 @@ export class App {
   /** Use the brush on a patch; `along`: in the same stroke as the patch before. */
   press(record, patch, along) {
     const { state } = this;
-    const brush = this.canAsk() ? this.brush : "point";
+    const brush = this.brushNow();
     if (brush === "point") {
       if (!along) this.pin(tokenName(record.prefix.length + patch, record));
     } else if (brush === "move" || brush === "swap") {

@@ -1,7 +1,7 @@
 // What is changed in the model and in the image: as text in the address, in words, and as pixels.
 //
 // Muted heads are written "LAYER.HEAD,...", changed patches "PATCH:FILL,...". A fill is one of
-// FILLS, or the number of the patch whose pixels are there now.
+// FILLS, the number of the patch whose pixels are there now, or both: "blur12".
 
 import { range, tokenName } from "./maths.js";
 
@@ -11,8 +11,9 @@ export const FILLS = {
   other: "taken from another image",
   out: "taken out of every layer's attention",
 };
+const MOVED = { blur: "blurred", other: "of another image" }; // fills that differ from patch to patch
 
-const FILL = `(?:${Object.keys(FILLS).join("|")}|\\d{1,6})`;
+const FILL = `(?:${Object.keys(FILLS).join("|")}|(?:${Object.keys(MOVED).join("|")})?\\d{1,6})`;
 const HEADS = /^\d{1,6}\.\d{1,6}(,\d{1,6}\.\d{1,6})*$/;
 const PATCHES = new RegExp(`^\\d{1,6}:${FILL}(,\\d{1,6}:${FILL})*$`);
 
@@ -54,27 +55,43 @@ export function onlyHead(text, head, others) {
 
 /** Return the changed patches that a record has: from a patch to its fill. */
 export function changedPatches(text, { rows, columns }) {
-  const isThere = (one) => !(Number(one) >= rows * columns); // a fill may be a word
-  return new Map([...readFills(text)].filter((pair) => pair.every(isThere)));
+  const isThere = (patch) => patch < rows * columns;
+  const isWhole = ([patch, fill]) => isThere(patch) && isThere(sourceOf(patch, fill).from);
+  return new Map([...readFills(text)].filter(isWhole));
+}
+
+/** Return the word of a fill, empty for pixels as they are, and the patch that its pixels are from. */
+function sourceOf(patch, fill) {
+  const [, word, from] = /^([a-z]*)(\d*)$/.exec(fill);
+  return { word, from: from === "" ? patch : Number(from) };
 }
 
 /** Change some patches: [patch, fill] each, where null is the patch as it was. */
 export function fillPatches(text, fills) {
   const all = readFills(text);
   for (const [patch, fill] of fills) {
-    if (fill === null || fill === String(patch)) all.delete(patch);
-    else all.set(patch, fill);
+    const { word, from } = sourceOf(patch, fill ?? String(patch));
+    if (word === "" && from === patch) all.delete(patch);
+    else all.set(patch, from === patch ? word : fill);
   }
   return [...all].map((pair) => pair.join(":")).join();
 }
 
-/** Return the fills that move the pixels of a patch to another one, or swap the two. */
+/**
+ * Return the fills that move the pixels of a patch to another one, or swap the two. Pixels arrive
+ * in attention; a patch that is left without is hidden, or still out of attention.
+ */
 export function moved(text, from, to, swap) {
   const now = readFills(text);
-  const fillOf = (patch) => now.get(patch) ?? String(patch);
+  const pixelsAt = (patch) => {
+    const fill = now.get(patch) ?? "out";
+    if (fill === "out") return String(patch); // the patch keeps its pixels
+    return fill in MOVED ? fill + patch : fill;
+  };
+  const left = now.get(from) === "out" ? "out" : "mean";
   return [
-    [to, fillOf(from)],
-    [from, swap ? fillOf(to) : "mean"],
+    [to, pixelsAt(from)],
+    [from, swap ? pixelsAt(to) : left],
   ];
 }
 
@@ -93,9 +110,10 @@ export function changedPixels(image, changed, { grid, mean }, other) {
   const ready = {};
   for (const [patch, fill] of changed) {
     if (fill === "out") continue;
-    const source = fill in sources ? (ready[fill] ??= sources[fill]()) : image.data;
+    const { word, from: origin } = sourceOf(patch, fill);
+    const source = word ? (ready[word] ??= sources[word]()) : image.data;
     const [left, top] = placeOf(patch);
-    const [fromLeft, fromTop] = fill in sources ? [left, top] : placeOf(Number(fill));
+    const [fromLeft, fromTop] = placeOf(origin);
     for (let row = 0; row < height; row++) {
       const from = 4 * ((fromTop + row) * image.width + fromLeft);
       result.data.set(
@@ -151,6 +169,9 @@ function describePatches(patches, record) {
   });
   const taken = changed
     .filter(([, fill]) => !(fill in FILLS))
-    .map(([patch, fill]) => `patch ${nameOf(patch)} shows ${nameOf(Number(fill))}`);
+    .map(([patch, fill]) => {
+      const { word, from } = sourceOf(patch, fill);
+      return `patch ${nameOf(patch)} shows ${nameOf(from)}${word && ` ${MOVED[word]}`}`;
+    });
   return [...filled, ...taken];
 }

@@ -37,10 +37,11 @@ export class Pane {
   constructor(app, side) {
     this.app = app;
     this.side = side;
-    const point = (patch) =>
-      app.point(patch === null ? null : tokenName(this.record.prefix.length + patch, this.record));
+    const nameOf = (patch) =>
+      patch === null ? null : tokenName(this.record.prefix.length + patch, this.record);
+    const point = (patch) => app.point(nameOf(patch));
     this.picture = new Picture({
-      point,
+      point: (patch) => app.point(nameOf(patch), app.brushNow() !== "point"),
       press: (patch, along) => app.press(this.record, patch, along),
       release: (patch) => app.release(patch),
     });
@@ -290,7 +291,7 @@ export class Pane {
     const ofPatches = state.view === "features"; // other tokens have no features
     const byDefault =
       !ofPatches && record.details.readout === "class_token" && record.prefix.length ? 0 : MEAN;
-    const token = pinned ?? pointer ?? byDefault;
+    const token = pinned ?? (app.brushes ? null : pointer) ?? byDefault;
     const attention = record.weights && this.#attention(token, state.direction);
     const scene = { state, token, pinned: pinned !== null, pointer, attention, probe: this.#probe };
     scene.similar = similaritiesOf(record, state.compared, token);

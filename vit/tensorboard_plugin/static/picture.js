@@ -28,7 +28,8 @@ export class Picture {
         point(this.patchAt(event));
         if (this.stroke === null) return;
         // Pages without HTTPS have none.
-        for (const one of event.getCoalescedEvents?.() ?? [event]) this.#draw(this.patchAt(one), press);
+        for (const one of event.getCoalescedEvents?.() ?? [event])
+          this.#draw(this.patchAt(one), press);
       },
       pointerleave: () => point(null),
       pointerdown: (event) => {
