@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -20,8 +21,9 @@ from vit.data.images import ImageSet
 from vit.evaluation import evaluate
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
+from vit.model.config import ModelConfig
 from vit.model_file import load_model
-from vit.reporting.comparison import as_text, compare_runs
+from vit.reporting.comparison import as_text, compare_runs, differences, name_architectures
 from vit.reporting.config import CompareConfig
 from vit.reporting.report import (
     _require_own_report,
@@ -102,6 +104,17 @@ def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
 
 
 SMALL = {"embed_dim": 24, "depth": 1, "patch_size": 8}
+MEAN = {"global_pool": "avg"}
+
+
+@torch.no_grad()
+def rolled(classifier: Classifier, test: ImageSet, prefix: int) -> np.ndarray:
+    """Rollout through the only layer by its formula: prefix tokens together, then patches."""
+    _, (layer,), _ = classifier.model.forward_intermediates(classifier.normalize(test.pixels()))
+    weights = layer.double().mean(dim=1).numpy()
+    through = (weights + np.eye(weights.shape[-1])) / 2
+    rows = through[:, 0] if prefix else through.mean(axis=1)
+    return np.concatenate([rows[:, :prefix].sum(axis=1)[:, None], rows[:, prefix:]], axis=1)
 
 
 def test_numbers_are_those_of_separate_evaluations(
@@ -109,14 +122,14 @@ def test_numbers_are_those_of_separate_evaluations(
 ) -> None:
     """Each model gets images of its size; models of one name are numbered."""
     monkeypatch.setattr(shapes, "TEST", 100)
-    first = save_untrained(tmp_path / "a/run", SMALL)
+    first = save_untrained(tmp_path / "a/run", {**SMALL, "reg_tokens": 2})
     others = [
-        save_untrained(tmp_path / "b/run", SMALL, seed=1),
+        save_untrained(tmp_path / "b/run", {**SMALL, "class_token": False} | MEAN, seed=1),
         save_untrained(tmp_path / "c", SMALL, data={"image_size": [16, 24]}, seed=2),
     ]
     same = {"device": "cpu", "precision": "float32"}
     compare_runs(str(first), CompareConfig(others=tuple(map(str, others)), batch_size=30, **same))
-    folder = first / "eval/compare_run_2_c_3"
+    (folder,) = (first / "eval").glob("compare_run_2_c_3_*")
     content = json.loads((folder / "comparison.json").read_text())
     assert [model["name"] for model in content["models"]] == ["run_1", "run_2", "c_3"]
     right, maps = [], []
@@ -128,19 +141,98 @@ def test_numbers_are_those_of_separate_evaluations(
             assert model[key] == pytest.approx(result[key])
         assert model["images_per_second"] > 0
         right.append(logits.argmax(dim=1) == test.labels)
-        maps.append(classifier.maps(test.pixels())[1]["rollout"])
+        maps.append(rolled(classifier, test, prefix=(3, 0, 1)[len(maps)]))
     _, one, two = content["models"]
     for pair, hits in zip((one, two), right[1:], strict=True):
         only = [int((right[0] & ~hits).sum()), int((hits & ~right[0]).sum())]
         assert pair["only_right"] == only and min(only) > 0
         assert pair["mcnemar_p"] == pytest.approx(binomtest(only[0], sum(only)).pvalue)
-    moved = (maps[0] - maps[1]).abs().sum(dim=(1, 2)) / 16 / 2  # of 16 patches
+    moved = torch.from_numpy(abs(maps[0] - maps[1]).sum(axis=1) / 2)
     assert one["moved_attention"] == pytest.approx(moved.mean().item(), rel=1e-4)
     assert 0 < two["moved_attention"] < 1  # of grids of different sizes
     most = moved.topk(8)
     assert [entry["index"] for entry in one["most_moved"]] == most.indices.tolist()
     assert [e["moved"] for e in one["most_moved"]] == pytest.approx(most.values.tolist(), rel=1e-4)
     assert (folder / "comparison.md").read_text() in capsys.readouterr().out
+
+
+def test_each_comparison_has_a_folder_that_only_it_writes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the models are called, and wherever the results go."""
+    monkeypatch.setattr(shapes, "TEST", 8)
+    long = "experiment_with_a_long_name" * 3
+    runs = [save_untrained(tmp_path / name, SMALL) for name in ("a", "b", f"{long}1", f"{long}2")]
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(runs[1], tmp_path / "elsewhere" / "b")
+    out = tmp_path / "out"
+
+    def compare(*names: str) -> set[Path]:
+        first, *others = (str(tmp_path / name) for name in names)
+        compare_runs(first, CompareConfig(others=tuple(others), out=str(out)))
+        return set(out.iterdir())
+
+    found: set[Path] = set()
+    different = [("a", "b"), ("b", "a"), ("a", "elsewhere/b"), ("a", "b", f"{long}1"),
+                 ("a", f"{long}1"), ("a", f"{long}2"), (f"{long}1", "b")]  # fmt: skip
+    for count, names in enumerate(different, start=1):
+        found = compare(*names)
+        assert len(found) == count
+    before = {folder: (folder / "comparison.json").read_bytes() for folder in found}
+    assert compare("a", "elsewhere/../b") == found
+    changed = [f for f in found if (f / "comparison.json").read_bytes() != before[f]]
+    (folder,) = changed  # its speed is another
+    for mine in ("comparison.json", "comparison.md"):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / mine).write_text("mine")
+        with pytest.raises(ValueError, match="contains files other than a comparison; use another"):
+            compare("a", "b")
+        assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(mine, "mine")]
+
+
+def test_architectures_are_named_with_all_that_differs() -> None:
+    """Keys and values from the configs; timm models differ in their arguments."""
+    base = {"depth": 4, "embed_dim": 64, "patch_size": 4}
+    timm = [{"name": "timm:resnet18", "timm_args": args} for args in (None, {"stem_width": 32})]
+    own = [{}, {"num_heads": 4}, {"attention": "talking_heads", "mlp_ratio": 2.0}]
+    models = [ModelConfig(**one) for one in [*({**base, **changes} for changes in own), *timm]]
+    vit = "vit, patch_size=4, embed_dim=64, depth=4"
+    assert name_architectures(models) == [
+        f"{vit}, num_heads=3, mlp_ratio=4.0, attention=dot",
+        f"{vit}, num_heads=4, mlp_ratio=4.0, attention=dot",
+        f"{vit}, num_heads=3, mlp_ratio=2.0, attention=talking_heads",
+        "timm:resnet18, timm_args=None", "timm:resnet18, timm_args={'stem_width': 32}",
+    ]  # fmt: skip
+    assert name_architectures(models[:1]) == [f"{vit}, attention=dot"]
+
+
+def test_attention_that_moves_altogether_is_all_and_never_more() -> None:
+    """Between any grids, and to other tokens; on grids that fit, the sum over common patches."""
+    labels = torch.zeros(3, dtype=torch.long)
+    test = ImageSet(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), labels, ("one",))
+    right = torch.ones(3, dtype=torch.bool)
+
+    def moved(one: Tensor, other: Tensor) -> list[float]:
+        entries = differences(right, one, right, other, test)["most_moved"]
+        return [e["moved"] for e in sorted(entries, key=lambda entry: entry["index"])]
+
+    def corner(rows: int, columns: int, row: int = 0) -> Tensor:
+        maps = torch.zeros(3, rows, columns)
+        maps[0, row, row], maps[1, row, row] = 1, 0.25  # the third is of other tokens alone
+        return maps
+
+    for size in ((4, 4), (3, 5), (7, 2), (1, 1)):
+        apart = moved(corner(4, 4), corner(*size, row=-1))
+        assert apart == pytest.approx([1, 0.25, 0] if size != (1, 1) else [15 / 16, 15 / 64, 0])
+        nothing = moved(corner(*size), torch.zeros(3, 4, 4))
+        assert nothing == pytest.approx([1, 0.25, 0]), "all of it moved to other tokens"
+        assert moved(corner(*size), corner(*size)) == [0, 0, 0]
+    coarse, fine = (torch.rand(3, side, side) / side**2 for side in (2, 6))
+    spread = coarse.repeat_interleave(3, dim=1).repeat_interleave(3, dim=2) / 9
+    there = [torch.cat([1 - m.sum(dim=(1, 2))[:, None], m.flatten(1)], 1) for m in (spread, fine)]
+    expected = (there[0] - there[1]).relu().sum(dim=1)  # what is there, and not elsewhere
+    assert moved(coarse, fine) == pytest.approx(expected.tolist())
 
 
 def test_models_of_different_data_are_not_compared(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, read_frames
 from vit.reporting.config import MapsConfig
 from vit.reporting.live import add_live
-from vit.reporting.loading import is_ours, load_run, load_test, results_folder
+from vit.reporting.loading import load_run, load_test, require_own, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.run.folder import (
     ATTENTION_FILES,
@@ -102,9 +102,7 @@ def _empty_folder(folder: Path) -> None:
 
     Its measurement of faithfulness stays until there is a new one.
     """
-    ours = is_ours(folder / INDEX_FILE, {"readout", "maps", "images"})
-    if not ours and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"out: {folder} contains files other than maps; use another --out")
+    require_own(folder / INDEX_FILE, {"readout", "maps", "images"}, folder.glob("*"), "maps")
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in set(ATTENTION_FILES) - {TABLE_FILE}:
         for path in folder.glob(pattern):

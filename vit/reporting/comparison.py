@@ -4,10 +4,12 @@ Shapes: N test images.
 """
 
 import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vit.classifier import Classifier
@@ -16,14 +18,24 @@ from vit.data.images import ImageSet
 from vit.evaluation import average, evaluate, intervals, mcnemar
 from vit.files import write_atomically, write_json
 from vit.hardware import describe
+from vit.model.attention_model import require_attention
+from vit.model.config import ModelConfig
 from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import load_run, load_test, require_packages, results_folder
+from vit.reporting.loading import (
+    load_run,
+    load_test,
+    require_own,
+    require_packages,
+    results_folder,
+)  # fmt: skip
 from vit.reporting.tables import markdown, markdown_table, with_interval
+from vit.settings import shorten
 
 MOST_MOVED = 8  # images listed
-LONGEST_NAME = 20  # characters of a model's name
+LONGEST_NAME = 40  # characters of a model's name, and of all names in that of a folder
+CALLED = ("depth", "embed_dim", "patch_size", "attention")  # what a ViT is always called by
 MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy", "balanced_accuracy_95")
 
 
@@ -31,8 +43,8 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     """Compare models with the first on the test images; print a table, and write it with numbers.
 
     Raises:
-        ValueError: A model or the data cannot be read, or the models have different data or
-            classes.
+        ValueError: A model or the data cannot be read, the models have different data or classes,
+            or the folder for results contains files of another kind.
     """
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
@@ -42,17 +54,17 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     names = [printable(saved.name).replace("\\", "_")[:LONGEST_NAME] for saved in models]
     if len({*names}) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names, start=1)]
-    name = f"compare_{'_'.join(names[1:])}"[:60]  # file systems allow 255 bytes
-    folder = results_folder(first, options.out, name)
+    folder = _own_folder(first, [run, *options.others], names, options)
     folder.mkdir(parents=True, exist_ok=True)
     say("\n".join(saved.describe() for saved in models))
     rows: list[dict[str, Any]] = []
     right, maps = [], []
-    for name, saved, test in zip(names, models, tests, strict=True):
+    architectures = name_architectures([saved.config.model for saved in models])
+    for name, architecture, saved, test in zip(names, architectures, models, tests, strict=True):
         result, logits = evaluate(saved.classifier, test, options.batch_size)
         result |= intervals(logits, test.labels.cpu())
         measured = {key: result[key] for key in (*MEASURES, "images_per_second")}
-        rows.append({"name": name, **_describe(saved), **measured})
+        rows.append({"name": name, **_describe(saved, architecture), **measured})
         right.append(logits.argmax(dim=1) == test.labels.cpu())
         maps.append(_rollouts(saved.classifier, test, options.batch_size))
         if len(rows) > 1:
@@ -78,6 +90,20 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     say(f"\nwrote comparison.md and comparison.json to {printable(folder)}/")
 
 
+def _own_folder(
+    first: SavedModel, given: Sequence[str], names: Sequence[str], options: CompareConfig
+) -> Path:
+    """Return the folder of this comparison, which is that of the same models and data alone."""
+    compared = [Path(one) if one else None for one in (*given, options.data.root)]
+    places = [str(one.resolve() if one and one.exists() else one) for one in compared]
+    digest = hashlib.sha256("\0".join(places).encode(errors="surrogateescape")).hexdigest()[:8]
+    name = f"compare_{'_'.join(names[1:])[:LONGEST_NAME]}_{digest}"  # file systems allow 255 bytes
+    folder = results_folder(first, options.out, name)
+    table, others = folder / "comparison.json", folder.glob("comparison.*")
+    require_own(table, {"models", "options"}, others, "a comparison")
+    return folder
+
+
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
     """Load the test images of the first model in the size of a model.
 
@@ -95,22 +121,18 @@ def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageS
 
 
 def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor | None:
-    """Return the rollout of all test images, (N, rows, columns); None if there are no maps."""
+    """Return the rollout of all test images in fractions, (N, rows, columns); None without maps."""
     if not classifier.has_maps:
         return None
     parts = test.parts(batch_size)
     maps = (classifier.maps(part, precision=classifier.precision)[1]["rollout"] for part in parts)
-    return torch.cat([found.cpu() for found in maps])
+    uniform = torch.cat([found.cpu() for found in maps])
+    prefix = require_attention(classifier.model).num_prefix_tokens
+    return uniform / (prefix + uniform[0].numel())
 
 
-def _describe(saved: SavedModel) -> dict[str, Any]:
+def _describe(saved: SavedModel, architecture: str) -> dict[str, Any]:
     """Return what the table and comparison.json say about a model besides measures."""
-    model = saved.config.model
-    architecture = f"vit, depth {model.depth}, width {model.embed_dim}, patch {model.patch_size}"
-    if model.attention != "dot":
-        architecture += f", {model.attention} attention"
-    if model.name != "vit":
-        architecture = f"{model.name}{' with timm_args' if model.timm_args else ''}"
     return {
         "path": str(saved.path),
         "architecture": architecture,
@@ -120,6 +142,17 @@ def _describe(saved: SavedModel) -> dict[str, Any]:
     }
 
 
+def name_architectures(models: Sequence[ModelConfig]) -> list[str]:
+    """Name each architecture, with all settings in which others of its name differ from it."""
+    names = []
+    for name, own in ((model.name, vars(model)) for model in models):
+        alike = [vars(other) for other in models if other.name == name]
+        shown = [key for key in own if any(own[key] != other[key] for other in alike)]
+        shown = [key for key in own if key in shown or (name == "vit" and key in CALLED)]
+        names.append(", ".join([name, *(f"{key}={shorten(own[key])}" for key in shown)]))
+    return names
+
+
 def differences(
     right: Tensor,
     maps: Tensor | None,
@@ -127,21 +160,22 @@ def differences(
     maps_other: Tensor | None,
     test: ImageSet,
 ) -> dict[str, Any]:
-    """Compare two models: which images they classify correctly, (N,) bool, and their maps, if any.
+    """Compare two models: which images they classify correctly, (N,) bool, and their rollout.
 
     Returns:
         only_right, the numbers of images that only the first and only the other classifies
         correctly; mcnemar_p, see `vit.evaluation.mcnemar`; and if both have maps, moved_attention,
-        the mean fraction of the attention that is on other patches, with its 95% interval
-        moved_attention_95, and most_moved, the images where it is largest.
+        the mean fraction of the attention, 0 to 1, that is elsewhere, with its 95% interval
+        moved_attention_95, and most_moved, the images where it is largest. Places are the patches
+        of the finer grid, and class token and registers together.
     """
     only = [int((right & ~right_other).sum()), int((right_other & ~right).sum())]
     found = {"only_right": only, "mcnemar_p": mcnemar(*only)}
     if maps is None or maps_other is None:
         return found
-    finest = max(maps.shape[1:], maps_other.shape[1:])
-    one, two = (F.interpolate(each[:, None], finest) for each in (maps, maps_other))
-    moved = (one - two).abs().mean(dim=(1, 2, 3)) / 2
+    rows, columns = map(max, maps.shape[1:], maps_other.shape[1:])
+    more = _divide(maps, rows, columns) - _divide(maps_other, rows, columns)
+    moved = (more.abs().sum(dim=(1, 2)) + more.sum(dim=(1, 2)).abs()) / 2
     most = moved.topk(min(MOST_MOVED, len(moved)))
     listed = zip(most.indices.tolist(), most.values.tolist(), strict=True)
     return {
@@ -149,6 +183,17 @@ def differences(
         **average("moved_attention", moved),
         "most_moved": [{**test.entry(index), "moved": value} for index, value in listed],
     }
+
+
+def _divide(maps: Tensor, rows: int, columns: int) -> Tensor:
+    """Divide the fractions of patches among those of another grid, by area; sums stay."""
+
+    def shares(to: int, count: int) -> Tensor:
+        ends, own = torch.arange(to + 1)[:, None] / to, torch.arange(count + 1) / count
+        common = torch.minimum(ends[1:], own[1:]) - torch.maximum(ends[:-1], own[:-1])
+        return common.clamp(min=0) * count
+
+    return shares(rows, maps.shape[1]) @ maps @ shares(columns, maps.shape[2]).T
 
 
 def as_text(content: dict[str, Any]) -> str:
@@ -179,5 +224,6 @@ def as_text(content: dict[str, Any]) -> str:
         markdown_table(rows),
         "",
         f"right alone: images on which only this model is right, and only {own}; p: "
-        "McNemar's exact test; attention elsewhere: fraction of rollout on other patches",
+        "McNemar's exact test; attention elsewhere: fraction of rollout on other patches, or moved "
+        "between patches and other tokens",
     ])  # fmt: skip

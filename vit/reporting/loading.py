@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,17 @@ def results_folder(
     return folder
 
 
-def is_ours(path: Path, keys: set[str]) -> bool:
-    """Tell whether a file is one of ours: JSON, an object with some keys."""
-    try:
-        return keys <= parse(dict[str, Any], require_file(path).read_bytes(), path).keys()
-    except (OSError, ValueError):
-        return False
+def require_own(file: Path, keys: set[str], others: Iterable[Path], kind: str) -> None:
+    """Check that results, a JSON object with some keys and other files, replace only earlier ones.
+
+    Raises:
+        ValueError: One of the files is there, but not the JSON object.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if keys <= parse(dict[str, Any], require_file(file).read_bytes(), file).keys():
+            return
+    if file.exists() or any(others):
+        raise ValueError(f"out: {file.parent} contains files other than {kind}; use another --out")
 
 
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:

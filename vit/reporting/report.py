@@ -28,10 +28,10 @@ from vit.reporting.calibration import (
 from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import (
-    is_ours,
     load_run,
     load_split,
     load_test,
+    require_own,
     require_packages,
     results_folder,
 )
@@ -221,7 +221,5 @@ def report_files(folder: Path) -> list[Path]:
 
 def _require_own_report(folder: Path) -> None:
     """Check that a report would replace only files of an earlier one; ValueError if not."""
-    path = folder / REPORT_FILE
-    ours = is_ours(path, {"accuracy", "confusion_matrix", "ece"})
-    if not ours and (path.exists() or report_files(folder)):
-        raise ValueError(f"out: {folder} contains files other than a report; use another --out")
+    keys = {"accuracy", "confusion_matrix", "ece"}
+    require_own(folder / REPORT_FILE, keys, report_files(folder), "a report")

@@ -125,26 +125,26 @@ class Question:
         return found
 
     def has_several_steps(self, run: str, tag: str) -> bool:
-        """Return whether a tag has more than one step, from two of them."""
-        wanted = RunTagFilter(runs=[run], tags=[tag])
+        """Return whether two data of a tag have two steps; not if it is damaged."""
         try:
-            found = self._provider.read_tensors(**self._place, downsample=2, run_tag_filter=wanted)
-        except TypeError:  # damaged, which the list of images says
+            return len({datum.step for datum in self._stored(run, tag, 2)}) > 1
+        except ValueError:
             return False
-        return len({datum.step for datum in found.get(run, {}).get(tag, [])}) > 1
 
     def read(self, tag: str) -> dict[int, tuple[TensorDatum, bytes]]:
         """Return what is stored at all steps of a tag; the last, if one was written again."""
-        run = self.asked["run"]
+        stored = sorted(self._stored(self.asked["run"], tag), key=lambda datum: datum.step)
+        return {datum.step: (datum, _bytes(datum)) for datum in stored}
+
+    def _stored(self, run: str, tag: str, most: int = EVERYTHING) -> list[TensorDatum]:
         wanted = RunTagFilter(runs=[run], tags=[tag])
         try:
             found = self._provider.read_tensors(
-                **self._place, downsample=EVERYTHING, run_tag_filter=wanted
+                **self._place, downsample=most, run_tag_filter=wanted
             )
         except TypeError as error:
             raise ValueError(f"{tag!r} is damaged: {error}") from None
-        stored = sorted(found.get(run, {}).get(tag, []), key=lambda datum: datum.step)
-        return {datum.step: (datum, _bytes(datum)) for datum in stored}
+        return list(found.get(run, {}).get(tag, []))
 
     def read_at(self, tag: str, step: int) -> bytes:
         """Return what is stored under a tag at a step."""
