@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -21,7 +22,7 @@ from vit.explain.importance import (
 )
 from vit.model_file import load_model
 from vit.reporting.config import HeadsConfig
-from vit.reporting.heads import measure_run
+from vit.reporting.heads import as_table, measure_run
 
 
 def test_falls_are_paired_and_by_hand() -> None:
@@ -80,3 +81,14 @@ def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None
 def test_a_run_without_held_out_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no images were held out \(data.val_size=0\)"):
         measure_run(str(saved_run(tmp_path / "run", 0)), HeadsConfig(device="cpu"))
+
+
+def test_the_table_lists_the_heads_that_cost_most_and_those_that_can_go() -> None:
+    effects = [
+        Effect(((number // 5, number % 5),), (value, 0.001), (value / 2, 0.002))
+        for number, value in enumerate(np.random.default_rng(0).permutation(20) / 100)
+    ]
+    lines = as_table({"heads": effects, "layers": effects[:3]}).splitlines()[1:]
+    falls = [float(line.split()[4]) for line in lines if "head " in line and "between" not in line]
+    assert falls == [0.19, 0.18, 0.17, 0.16, 0.15, 0.14, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0]
+    assert lines[6] == "8 heads between" and len(lines) == 6 + 1 + 6 + 3

@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.console import printable, say
+from vit.console import counted, printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.explain.figures import statistics_picture
@@ -31,7 +31,7 @@ from vit.reporting.loading import load_run, load_split, results_folder
 from vit.reporting.tables import text_table
 from vit.run.folder import HEADS_FILE, HEADS_PICTURE
 
-LISTED = 8  # rows of each part of the table
+LISTED = 6  # of the largest and of the smallest effects in each part of the table
 
 
 def measure_run(run: str, options: HeadsConfig) -> None:
@@ -106,15 +106,16 @@ def draw_heads(effects: Sequence[Effect]) -> np.ndarray:
 
 
 def as_table(found: dict[str, list[Effect]]) -> str:
-    """Format the result of `measure_groups` as text: the largest effects of each part."""
+    """Format the result of `measure_groups` as text: the largest and smallest effects."""
     rows = [["muted", "fall in probability", "fall in accuracy"]]
     for part, effects in found.items():
-        ranked = sorted(effects, key=lambda effect: effect.probability[0], reverse=True)
-        for effect in ranked[:LISTED]:
+        lines = []
+        for effect in sorted(effects, key=lambda effect: effect.probability[0], reverse=True):
             named = [f"layer {layer} head {head}" for layer, head in effect.heads]
             name = f"layer {effect.heads[0][0]}" if part == "layers" else " and ".join(named)
             (mean, half), (points, spread) = effect.probability, effect.accuracy
-            rows.append([name, f"{mean:.4f} ± {half:.4f}", f"{points:.2%} ± {spread:.2%}"])
-        if len(effects) > LISTED:
-            rows.append([f"{part} not listed: {len(effects) - LISTED}", "", ""])
+            lines.append([name, f"{mean:.4f} ± {half:.4f}", f"{points:.2%} ± {spread:.2%}"])
+        if (between := len(lines) - 2 * LISTED) > 0:
+            lines[LISTED:-LISTED] = [[f"{counted(between, part[:-1])} between", "", ""]]
+        rows += lines
     return "\n".join(line.rstrip() for line in text_table(rows))
