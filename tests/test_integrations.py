@@ -1,8 +1,11 @@
 """Callbacks for other training loops, in short trainings with the packages themselves."""
 
+import importlib
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
 
 import vit
 from vit.data.shapes import KINDS, draw_shapes
@@ -66,6 +70,83 @@ def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys: Any) -> 
     found = {"weights": torch.ones(1, 2, 1, 17, 17), "grid": (4, 4), "num_prefix_tokens": 1}
     AttentionLog(IMAGES[:2], 3).add(None, torch.nn.Linear(2, 2), 3, lambda *_: found)
     assert "the attention of step 3 is not logged: weights: rows" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules in place of the packages, with the classes that the callbacks inherit from."""
+    for name, classes in {
+        "lightning": (), "lightning.pytorch": ("Callback",),
+        "lightning.pytorch.loggers": ("TensorBoardLogger",), "transformers": ("TrainerCallback",),
+    }.items():  # fmt: skip
+        module = ModuleType(name)
+        for each in classes:
+            setattr(module, each, type(each, (), {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    callbacks = [f"vit.integrations.{name}" for name in ("lightning", "transformers")]
+    for name in callbacks:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in callbacks:
+        sys.modules.pop(name, None)
+
+
+def small_model(seed: int = 0, **changes: Any) -> vit.VisionTransformer:
+    torch.manual_seed(seed)
+    options = {"img_size": 32, "num_classes": 10, "patch_size": 8, "embed_dim": 24, "depth": 2}
+    return vit.VisionTransformer(**options | {"in_chans": 3, "num_heads": 2} | changes)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) -> None:
+    """Beside a frozen teacher, which comes first, and an average of the weights."""
+    lightning = importlib.import_module("vit.integrations.lightning")
+    module = torch.nn.Module()
+    module.teacher, module.student = small_model(1).requires_grad_(False), small_model(2)
+
+    def log(**options: Any) -> Tensor:
+        run = tmp_path / str(len([*tmp_path.iterdir()]))
+        logger = sys.modules["lightning.pytorch.loggers"].TensorBoardLogger()
+        logger.experiment = SummaryWriter(str(run))
+        trainer = SimpleNamespace(
+            fast_dev_run=False, loggers=[logger], is_global_zero=True, global_step=3
+        )
+        callback = lightning.AttentionCallback(IMAGES[:2], every=3, **options)
+        callback.on_train_start(trainer, module)
+        callback.on_train_batch_end(trainer, module)
+        logger.experiment.close()
+        events = EventAccumulator(str(run), size_guidance={"tensors": 0}).Reload()
+        (event,) = events.Tensors("attention_00")
+        top = decode_details(event.tensor_proto.string_val[0]).top
+        return torch.tensor([probability for _, probability in top])
+
+    def top(model: torch.nn.Module) -> Tensor:
+        pixels = (IMAGES[:1] / 255 - 0.5) / 0.5
+        return model.eval()(pixels).softmax(dim=1)[0].topk(5).values
+
+    torch.testing.assert_close(log(), top(module.student), atol=1e-4, rtol=0)
+    module.average = torch.optim.swa_utils.AveragedModel(small_model(3))
+    with pytest.raises(ValueError, match=r"student, average.module are all trained; choose .*stud"):
+        log()
+    named = log(model=module.average.module)
+    torch.testing.assert_close(named, top(module.average.module), atol=1e-4, rtol=0)
+    module.requires_grad_(False)
+    del module.teacher, module.average  # a probe is trained on the only model
+    torch.testing.assert_close(log(), top(module.student), atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts() -> None:
+    convolution = torch.nn.Conv2d(3, 3, 3)
+    lightning = importlib.import_module("vit.integrations.lightning")
+    trainer = SimpleNamespace(fast_dev_run=True, loggers=[])
+    with pytest.raises(ValueError, match=r"^Conv2d cannot be logged: attention maps are not avail"):
+        lightning.AttentionCallback(IMAGES[:1]).on_train_start(trainer, convolution)
+    transformers = importlib.import_module("vit.integrations.transformers")
+    callback = transformers.AttentionCallback(None, IMAGES[:1])
+    with pytest.raises(ValueError, match=r"^Conv2d cannot be logged: .* no attribute 'config'"):
+        callback.on_train_begin(None, None, None, model=convolution)
+    assert convolution.training
 
 
 def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

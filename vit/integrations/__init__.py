@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vit.console import warn
 from vit.data.preprocess import Preprocess
+from vit.settings import shorten
 from vit.tensorboard_plugin import add_attention
 
 RGB = tuple[float, float, float]
@@ -22,28 +23,43 @@ class AttentionLog:
         every: n.
         mean: Mean of each channel that the model's images are normalized with, 0 to 1.
         std: Standard deviation of each channel, likewise.
+        model: The model to log, if a module contains several that are trained.
         **shown: Arguments of `add_attention`, such as labels and classes.
     """
 
     def __init__(
-        self, images: Tensor, every: int = 100, mean: RGB = HALF, std: RGB = HALF, **shown: Any
-    ) -> None:
+        self, images: Tensor, every: int = 100, mean: RGB = HALF, std: RGB = HALF,
+        model: nn.Module | None = None, **shown: Any,
+    ) -> None:  # fmt: skip
         size = (images.shape[-2], images.shape[-1])
         self.inputs = Preprocess(size, tuple(mean), tuple(std)).normalize(images)
         self.images, self.every, self.shown, self.last = images, every, shown, 0
+        self.model = model
 
-    @torch.no_grad()
+    def start(self, model: nn.Module, read: Callable[..., Any]) -> None:
+        """Raise a ValueError if the attention of a model cannot be read."""
+        try:
+            self._see(model, read)
+        except Exception as error:  # of many kinds, depending on the model
+            reason = f"{type(model).__name__} cannot be logged: {shorten(error, 300)}"
+            raise ValueError(f"{reason}; leave out AttentionCallback, or name a model=") from error
+
     def add(self, writer: Any, model: nn.Module, step: int, read: Callable[..., Any]) -> None:
         """Log at a step that is due; `read` returns what `add_attention` takes."""
         if step % self.every or step == self.last:  # the same in parts of an accumulated batch
             return
-        modes, self.last = {module: module.training for module in model.modules()}, step
-        try:
-            seen = read(model.eval(), self.inputs.to(next(model.parameters())))
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        self.last = step
+        seen = self._see(model, read)
         try:
             add_attention(writer, "attention", self.images, step=step, **{**seen, **self.shown})
         except ValueError as error:  # such as rows that do not sum to 1
             warn(f"the attention of step {step} is not logged: {error}")
+
+    @torch.no_grad()
+    def _see(self, model: nn.Module, read: Callable[..., Any]) -> Any:
+        modes = {module: module.training for module in model.modules()}
+        try:
+            return read(model.eval(), self.inputs.to(next(model.parameters())))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode

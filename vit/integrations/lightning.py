@@ -15,22 +15,38 @@ class AttentionCallback(AttentionLog, Callback):  # type: ignore[misc]
     """Logs the attention of the model of this project or of timm in a LightningModule."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Raise a ValueError if a trainer that is no `fast_dev_run` has no TensorBoardLogger."""
+        """Raise a ValueError if nothing could be logged; a `fast_dev_run` has no loggers."""
         if not trainer.fast_dev_run and not _writers(trainer):
             raise ValueError("AttentionCallback needs a trainer with a TensorBoardLogger")
+        self.trained = self.model or _trained(pl_module)
+        self.start(self.trained, _read)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log to the trainer's first TensorBoardLogger if the step is due."""
         for writer in _writers(trainer)[:1] if trainer.is_global_zero else ():
-            self.add(writer, pl_module, trainer.global_step, _read)
+            self.add(writer, self.trained, trainer.global_step, _read)
 
 
 def _writers(trainer: Any) -> list[Any]:
     return [each.experiment for each in trainer.loggers if isinstance(each, TensorBoardLogger)]
 
 
-def _read(module: nn.Module, inputs: Tensor) -> dict[str, Any]:
-    model = next((part for part in module.modules() if attention_model(part) is not None), module)
+def _trained(module: nn.Module) -> nn.Module:
+    """Return the model in a module whose attention can be read; of several, that with gradients."""
+    readable = {name: part for name, part in module.named_modules() if attention_model(part)}
+    inner = {part for model in readable.values() for part in [*model.modules()][1:]}
+    found = {name: model for name, model in readable.items() if model not in inner}
+    trained = {k: v for k, v in found.items() if any(p.requires_grad for p in v.parameters())}
+    first, *others = trained or found or {"": module}
+    if others:
+        raise ValueError(
+            f"{', '.join([first, *others])} are all trained; choose the one to log, for example "
+            f"AttentionCallback(..., model=module.{first}), or freeze the others"
+        )
+    return module.get_submodule(first)
+
+
+def _read(model: nn.Module, inputs: Tensor) -> dict[str, Any]:
     reader = require_attention(model)
     logits, weights, _ = reader.forward_intermediates(inputs)
     return {

@@ -16,10 +16,14 @@ class AttentionCallback(AttentionLog, TrainerCallback):  # type: ignore[misc]
         super().__init__(images, **options)
         self.writer = writer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raise a ValueError if the model is not one of those that return attention."""
+        self.start(self.model or kwargs["model"], _read)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log if the step is due."""
         if state.is_world_process_zero:
-            self.add(self.writer, kwargs["model"], state.global_step, _read)
+            self.add(self.writer, self.model or kwargs["model"], state.global_step, _read)
 
 
 def _read(model: Any, inputs: Tensor) -> dict[str, Any]:
