@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -41,6 +42,7 @@ assert all(torch.equal(source.weights[k], v) for k, v in classifier.model.state_
 images = torch.arange(2 * 3 * 32 * 32).remainder(256).byte().view(2, 3, 32, 32)
 torch.save(classifier.logits(images), sys.argv[1])
 print(classifier.run)
+classifier.export("hub")
 try:
     vit.load("hf-hub:me/other")
 except ValueError as error:
@@ -106,10 +108,13 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(tmp_path: 
     for problem in ("cannot be downloaded (404", "is not in the cache, and the Hub cannot be"):
         run = subprocess.run(
             [sys.executable, "-c", LOAD, tmp_path / "logits.pt"],
-            env=environment, capture_output=True, text=True,
+            env=environment, capture_output=True, text=True, cwd=tmp_path,
         )  # fmt: skip
-        home, error = run.stdout.splitlines()
+        home, *_, error = run.stdout.splitlines()
         assert home == str(Path("runs/me-model"))
+        card = (tmp_path / home / "export/hub/README.md").read_text()
+        assert re.findall("^# (.*)", card, flags=re.MULTILINE) == ["me-model"]
+        shutil.rmtree(tmp_path / home)
         assert error.startswith(f"hf-hub:me/other {problem}")
         assert_close(torch.load(tmp_path / "logits.pt"), saved.classifier.logits(images))
         (tmp_path / "logits.pt").unlink()

@@ -87,6 +87,8 @@ class SavedModel:
         folder = (folder.parent if folder.name == CHECKPOINT_FOLDER else folder).resolve()
         if folder == BUNDLED:  # nothing is written into the package
             return Path("runs/included") / self.path.stem
+        if folder.parent.name == "snapshots":  # nor into the cache of the Hub
+            return Path("runs") / folder.parts[-3].removeprefix("models--").replace("--", "-")
         return folder
 
     @property
