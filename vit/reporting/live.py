@@ -34,7 +34,7 @@ from vit.console import warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import trace
-from vit.reporting.loading import require_packages
+from vit.reporting.loading import missing_packages, require_packages
 from vit.settings import shorten
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
@@ -168,6 +168,9 @@ class LiveLog:
         except Exception as error:  # of many kinds, and none of them may end a run
             reason = shorten(error, 300)
         warn(f"the Attention tab cannot run this model: {reason}")
+        if missing := missing_packages(PACKAGES):  # then; perhaps not where the note is read
+            reason = f"this was logged without {', '.join(missing)}; with them (pip install "
+            reason += '"vit-from-scratch[export]"), eval.py RUN maps stores the model'
         return Live(spec=None, note=reason)
 
 

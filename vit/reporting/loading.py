@@ -111,10 +111,14 @@ def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]
     return training, held_out
 
 
+def missing_packages(packages: Sequence[str]) -> list[str]:
+    """Return the packages that are not installed."""
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
 def require_packages(user: str, packages: Sequence[str], extra: str) -> None:
     """Check that packages of an extra, which `user` needs, are installed; ValueError if not."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
+    if missing := missing_packages(packages):
         raise ValueError(
             f"{user} needs {', '.join(missing)}, not installed here; run "
             f'pip install "vit-from-scratch[{extra}]", or pip install ".[{extra}]" in a checkout'
