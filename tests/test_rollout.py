@@ -10,6 +10,7 @@ import torch
 from scipy.spatial.distance import cdist
 from scipy.stats import entropy
 from torch import Tensor
+from torch.testing import assert_close
 
 from models import PLAIN
 from vit.explain import statistics
@@ -23,6 +24,7 @@ from vit.explain.rollout import (
 )
 from vit.model.vit import VisionTransformer
 from vit.registry import ALL_KINDS
+from vit.tensorboard_plugin.records import Statistics
 
 ROLLOUTS = {
     "rollout": {},
@@ -182,7 +184,7 @@ def test_maps_of_a_model_are_the_papers_formulas_on_the_grid_of_the_image(varian
     vit, images, target = draw_vit(variant | extra), draw_images(2, size), torch.tensor([1, 3])
     rows, columns = size[0] // 4, size[1] // 4
     logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target, **ROLLOUTS["largest"])
-    torch.testing.assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
+    assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
     found["largest"] = found.pop("rollout")
     prefix = vit.num_prefix_tokens
     for kind in BY_RULES:
@@ -209,9 +211,9 @@ def test_maps_of_a_batch_are_those_of_its_images_for_the_predicted_class_or_anot
         for number in range(3):
             part = slice(number, number + 1)
             one, alone = attention_maps(vit, images[part], tuple(MAP_KINDS), target[part])
-            torch.testing.assert_close(one, logits[part], rtol=0, atol=1e-5)
+            assert_close(one, logits[part], rtol=0, atol=1e-5)
             for kind, maps in chosen.items():
-                torch.testing.assert_close(alone[kind], maps[part], rtol=0, atol=1e-4)
+                assert_close(alone[kind], maps[part], rtol=0, atol=1e-4)
 
 
 def test_a_kind_alone_is_the_same_and_near_in_bfloat16_and_leaves_the_model_as_it_was():
@@ -228,7 +230,7 @@ def test_a_kind_alone_is_the_same_and_near_in_bfloat16_and_leaves_the_model_as_i
             logits, found = attention_maps(vit, images, [kind])
             assert torch.is_grad_enabled() == on
         assert list(found) == [kind] and not (logits.requires_grad or found[kind].requires_grad)
-        torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=1e-5)
+        assert_close(found[kind], expected[kind], rtol=0, atol=1e-5)
         assert all(p.grad is None and p.requires_grad == free for p in vit.parameters())
     assert not images.requires_grad and torch.equal(images, draw_images())
     assert all(torch.equal(values, before[name]) for name, values in vit.state_dict().items())
@@ -270,6 +272,25 @@ def test_distance_is_that_of_a_loop(grid, patch_size, prefix):
         lambda rows: np.average(apart, axis=1, weights=rows[prefix:, prefix:]).mean(), weights
     )
     check(statistics.attention_distance(weights, grid, patch_size, prefix), expected)
+
+
+@pytest.mark.parametrize("scale", [0, 1e-44, 1e-20, 1.005 / 64, 1, 70, 3e38])
+def test_any_finite_weights_have_statistics_that_are_recorded(scale):
+    """As fractions of their rows, whatever the rows of an edited attention sum to."""
+    torch.manual_seed(0)
+    drawn = torch.stack([torch.ones(64, 64), torch.rand(64, 64), 2 * torch.rand(64, 64) - 1])
+    layers = [scale * drawn[None], scale * drawn[None].mT]
+    found = {
+        "entropy": statistics.attention_entropy(layers),
+        "distance": statistics.attention_distance(layers, (8, 8), 4, 0),
+        "sink": statistics.sink_mass(layers),
+    }
+    Statistics(**{name: values.tolist() for name, values in found.items()})
+    if scale > 1e-30:
+        rows = [layer.double().clamp(min=0) for layer in layers]
+        exact = [(row / row.sum(dim=-1, keepdim=True)).float() for row in rows]
+        assert_close(found["entropy"], statistics.attention_entropy(exact), rtol=0, atol=1e-6)
+        assert_close(found["sink"], statistics.sink_mass(exact), rtol=0, atol=1e-6)
 
 
 def test_largest_norm_is_that_of_numpy():

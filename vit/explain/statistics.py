@@ -13,10 +13,12 @@ from torch import Tensor
 
 
 def _fractions(layer: Tensor) -> Tensor:
-    """Return weights as fractions of each row's sum; negative ones, if differential, count as 0."""
-    positive = layer.float().clamp(min=0)
-    total = positive.sum(dim=-1, keepdim=True)
-    return torch.where((total - 1).abs() < 0.01, positive, positive / total.clamp(min=1e-30))
+    """Return finite weights as fractions of each row's sum, negative ones as 0.
+
+    They are float64, which holds the sum of any float32 numbers.
+    """
+    positive = layer.double().clamp(min=0)
+    return positive / positive.sum(dim=-1, keepdim=True).clamp(min=1e-300)
 
 
 def attention_entropy(weights: Sequence[Tensor]) -> Tensor:
@@ -26,7 +28,7 @@ def attention_entropy(weights: Sequence[Tensor]) -> Tensor:
     """
     maximum = math.log(weights[0].shape[-1]) or 1.0  # log 1 is 0, and so is the entropy
     entropies = [torch.special.entr(_fractions(layer)).sum(dim=-1) for layer in weights]
-    return torch.stack([layer.mean(dim=(0, 2)) / maximum for layer in entropies])
+    return torch.stack([layer.mean(dim=(0, 2)) / maximum for layer in entropies]).float()
 
 
 def attention_distance(
@@ -44,9 +46,9 @@ def attention_distance(
     means = []
     for layer in weights:
         to_patches = _fractions(layer)[..., patches, patches]
-        total = to_patches.sum(dim=-1).clamp(min=1e-30)
+        total = to_patches.sum(dim=-1).clamp(min=1e-300)
         means.append(((to_patches * distance).sum(dim=-1) / total).mean(dim=(0, 2)))
-    return torch.stack(means)
+    return torch.stack(means).float()
 
 
 def sink_mass(weights: Sequence[Tensor]) -> Tensor:
@@ -54,7 +56,8 @@ def sink_mass(weights: Sequence[Tensor]) -> Tensor:
 
     The sink of a head and image is the token that receives the most attention.
     """
-    return torch.stack([_fractions(layer).mean(dim=2).amax(-1).mean(dim=0) for layer in weights])
+    sinks = [_fractions(layer).mean(dim=2).amax(-1).mean(dim=0) for layer in weights]
+    return torch.stack(sinks).float()
 
 
 def largest_patch_norm(tokens: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:
