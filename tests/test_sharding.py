@@ -17,6 +17,7 @@ from small_runs import StopAt, load, make_step, small
 from vit.distributed.shard import replicate, shards, to_full
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
+from vit.model.variants import load_attention
 from vit.model_file import load_model
 from vit.run.checkpoint import (
     checkpoint_paths,
@@ -109,6 +110,34 @@ def read(weights: Path) -> dict[str, Tensor]:
     return dict(torch.load(weights, weights_only=True))
 
 
+UNUSED = """
+import torch
+class Uniform(torch.nn.Module):
+    def __init__(self, num_heads, head_dim):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(head_dim, head_dim))
+    def forward(self, query, key, value, mask, dropout):
+        weights = torch.full((*query.shape[:-1], key.shape[-2]), 1 / key.shape[-2]).to(query)
+        return dropout(weights) @ value, weights
+"""
+
+
+def train_uniform(world: World, folder: Path) -> None:
+    """Train attention whose queries, keys and table get no gradient, in all ways."""
+    load_attention(f"{folder}/unused.py:Uniform")
+    for kind in ("copies", "overlapping", "parts") if world.size > 1 else ("alone",):
+        config = short(
+            folder / kind,
+            model={"attention": "unused.py:Uniform", "qk_norm": True},
+            train={"epochs": 1},
+        )
+        loop = loop_of(with_parallel(config, KINDS.get(kind, "auto")), world)
+        if kind == "overlapping":
+            forward = replicate(loop.step.forward, unused=True)
+            loop.step = dataclasses.replace(loop.step, forward=forward)
+        train_and_write(world, loop, folder / f"{kind}.pt")
+
+
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert_close(found["losses"], expected["losses"], rtol=0, atol=LOSS)
@@ -146,6 +175,16 @@ def test_processes_train_as_one_does(expected: dict[str, Tensor], tmp_path: Path
     copies, parts = (read(tmp_path / f"bfloat16_{how}.pt") for how in ("replicate", "shard"))
     assert len(parts["losses"]) == 6
     assert_close(parts["losses"], copies["losses"], rtol=0, atol=0.03)
+
+
+@pytest.mark.slow
+def test_processes_train_a_model_with_parameters_that_get_no_gradient(tmp_path: Path) -> None:
+    (tmp_path / "unused.py").write_text(UNUSED)
+    for size in (1, 2):
+        in_world(size, tmp_path, train_uniform, tmp_path)
+    expected = read(tmp_path / "alone.pt")
+    for kind in ("copies", "overlapping", "parts"):
+        assert_near(read(tmp_path / f"{kind}.pt"), expected)
 
 
 def gradient(step: TrainingStep, images: Tensor, labels: Tensor) -> Tensor:

@@ -33,9 +33,11 @@ from vit.model.config import ModelConfig
 from vit.model.variants import ATTENTION, check_attention, find_attention, load_attention
 from vit.model.vit import VisionTransformer
 from vit.model_file import load
+from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
 from vit.run.checkpoint import checkpoint_paths, read_checkpoint, save_checkpoint
+from vit.training.checks import check_config
 from vit.training.config import Config, OptimConfig, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.train import train
@@ -290,19 +292,126 @@ def test_an_attention_that_cannot_be_loaded_is_refused(name, message, tmp_path, 
         load_attention(name)
 
 
-WRONG = """
-def flat(query, key, value, mask, dropout):
+MISTAKES = {
+    "shapes .1, 3, 20. and .1, 3, 5, 5.": "return (weights @ value).flatten(2), weights",
+    "RuntimeError: mat.*|RuntimeError: Exp.*": "return (query @ key) @ value, weights",
+    "a Tensor instead of output and weights": "return weights @ value",
+    "an output that does not depend on the weights": "return weights @ value, weights.mT",
+    "numbers that are not finite": "return weights.log() @ value, weights.log().log()",
+    "RuntimeError: Boolean.*": "return F.dropout(weights, value) @ value, weights",
+}
+OWN = """import torch.nn.functional as F
+def mine(query, key, value, mask, dropout):
     weights = (query @ key.mT).softmax(-1)
-    return (weights @ value).flatten(2), weights
+    {}
 """
 
 
-def test_a_variant_that_does_not_fit_is_refused_before_training(tmp_path, registry):
-    (tmp_path / "wrong.py").write_text(WRONG)
-    load_attention(f"{tmp_path}/wrong.py:flat")
-    problem = r"gives ValueError: shapes \[1, 3, 20\] and \[1, 3, 5, 5\].*line"
-    with pytest.raises(ValueError, match=f"model.attention: wrong.py:flat {problem}"):
-        check_attention("wrong.py:flat", 3, 5, 4)
+def write_own(path: Path, line: str):
+    """Write a variant and return it."""
+    path.write_text(OWN.format(line))
+    return load_attention(f"{path}:mine")
+
+
+@pytest.mark.parametrize("problem", MISTAKES)
+def test_an_attention_that_does_not_fit_is_refused_before_training(
+    problem, tmp_path, registry, monkeypatch
+):
+    """Whether it is a variant or the function that was edited; the line of the file is named."""
+    mine = write_own(tmp_path / "wrong.py", MISTAKES[problem])
+    line = 4 if "Error" in problem else 2
+    for name in ("wrong.py:mine", "dot"):
+        message = f"^model.attention: {name} gives .*({problem}).*[(]wrong.py, line {line}[)]"
+        with pytest.raises(ValueError, match=message):
+            check_attention(name, 3, 5, 4)
+        with pytest.raises(ValueError, match=f"^model.attention: {name} gives "):
+            check_config(small_run(tmp_path / "run", name))
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", mine)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("return weights @ value, weights", ""),
+        ("weights = (query @ key.mT).softmax(-2); return weights @ value, weights",
+         "warning: model.attention: own.py:mine: .* but columns do; softmax"),
+        ("weights = weights - 0.5; return weights @ value, weights",
+         "model.attention: own.py:mine: rows of its weights sum to -1.5 to -1.5, not 1; rollout"),
+        ("weights = 0 * weights.detach() + 0.2; return weights @ value, weights",
+         "model.attention: own.py:mine: maps that need gradients of its constant weights are zero"),
+    ],
+)  # fmt: skip
+def test_what_is_unusual_about_weights_is_said(line, text, tmp_path, registry, capsys):
+    write_own(tmp_path / "own.py", line)
+    for name in NAMES:
+        check_attention(name, 3, 5, 4)
+    assert not capsys.readouterr().err
+    check_attention("own.py:mine", 3, 5, 4)
+    assert re.fullmatch(f"{text}.*\n" if text else "", capsys.readouterr().err)
+
+
+TABLE = """
+import torch
+class Table(torch.nn.Module):
+    def __init__(self, num_heads, head_dim):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(65, 65))
+    def forward(self, query, key, value, mask, dropout):
+        weights = (query @ key.mT + self.table).softmax(-1)
+        return weights @ value, weights
+"""
+
+
+def test_attention_is_checked_with_all_numbers_of_tokens_of_a_run(tmp_path, registry):
+    (tmp_path / "table.py").write_text(TABLE)
+    load_attention(f"{tmp_path}/table.py:Table")
+    whole = replace(small_run(tmp_path / "run", "table.py:Table"), model=ModelConfig(
+        attention="table.py:Table", patch_size=4
+    ))  # fmt: skip
+    check_config(replace(whole, train=replace(whole.train, small_share=0.0)))
+    for share, scale, patch in ((0.5, 0.75, 4), (0.0, 1.0, 8)):
+        config = replace(
+            whole,
+            train=replace(whole.train, small_share=share, small_scale=scale),
+            model=replace(whole.model, patch_size=patch),
+        )
+        message = "[(]table.py, line 8[)].*(small_share 0 trains with no fewer)?"
+        with pytest.raises(ValueError, match=message) as caught:
+            check_config(config)
+        assert str(caught.value).endswith("no fewer") == (share > 0)
+
+
+UNIFORM = """
+import torch
+class Uniform(torch.nn.Module):
+    def __init__(self, num_heads, head_dim):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(head_dim, head_dim))
+    def forward(self, query, key, value, mask, dropout):
+        weights = torch.full((*query.shape[:-1], key.shape[-2]), 1 / key.shape[-2]).to(query)
+        return dropout(weights) @ value, weights
+"""
+
+
+def test_uniform_attention_is_trained_and_logged(tmp_path, registry, monkeypatch):
+    """With queries, keys and a matrix that the loss does not depend on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "uniform.py").write_text(UNIFORM)
+    load_attention("uniform.py:Uniform")
+    config = small_run(tmp_path / "run", "uniform.py:Uniform")
+    config = replace(
+        config,
+        model=replace(config.model, qk_norm=True),
+        track=replace(config.track, probes=2),
+        optim=OptimConfig(name="muon"),
+    )
+    train(config)
+    classifier = load(tmp_path / "run")
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    _, maps = classifier.maps(images, tuple(ALL_KINDS))
+    assert all(each.isfinite().all() for each in maps.values())
+    assert not maps["relevance"].any() and maps["lrp"].any() and maps["rollout"].any()
+    assert (tmp_path / "run/eval/report.json").exists()
 
 
 def test_the_page_and_the_help_name_all_variants():

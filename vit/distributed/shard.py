@@ -67,8 +67,11 @@ def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> Non
     fully_shard(model, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
 
 
-def replicate(forward: nn.Module) -> DistributedDataParallel:
-    """Let the gradients of a model, possibly compiled, be averaged in its backward pass."""
+def replicate(forward: nn.Module, unused: bool = False) -> DistributedDataParallel:
+    """Let the gradients of a model, possibly compiled, be averaged in its backward pass.
+
+    `unused` says that its logits may not depend on all of its parameters.
+    """
     with warnings.catch_warnings():  # torch 2.15 has a new name for it, which 2.11 does not know
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(
@@ -76,6 +79,7 @@ def replicate(forward: nn.Module) -> DistributedDataParallel:
             # Batch norm uses the statistics of a process's own images.
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
+            find_unused_parameters=unused,
         )
 
 

@@ -139,10 +139,12 @@ def attention_gradients(
     """Differentiate logits (B, C) of the target classes (B,) by the weights that they depend on.
 
     A single backward pass serves the whole batch, because in evaluation mode an image's logits do
-    not depend on the other images. keep_graph leaves the graph for another class.
+    not depend on the other images. keep_graph leaves the graph for another class. Weights that are
+    constants, or that the logits do not depend on, have gradients of zero.
     """
     chosen = logits.gather(1, target[:, None]).sum()
-    return torch.autograd.grad(chosen, list(weights), retain_graph=keep_graph)
+    free = [layer if layer.requires_grad else layer.detach().requires_grad_() for layer in weights]
+    return torch.autograd.grad(chosen, free, retain_graph=keep_graph, materialize_grads=True)
 
 
 def _through_layer(row: Tensor, matrix: Tensor) -> Tensor:

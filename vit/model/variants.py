@@ -8,17 +8,22 @@ Shapes: B batch, H heads, N queries, M keys, d head width.
 """
 
 import importlib.util
+import inspect
 import math
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.model.attention import Attention, masked_softmax, scaled_dot_product_attention
-from vit.model.fused_kernel import source_digest
+from vit.console import note, warn
+from vit.model import attention
+from vit.model.attention import Attention, masked_softmax
+from vit.model.fused_kernel import is_released, source_digest
+from vit.seeding import generator
 from vit.settings import suggest
 
 Dropout = Callable[[Tensor], Tensor]
@@ -135,32 +140,66 @@ def load_attention(name: str) -> Attention | None:
     return found
 
 
+def is_edited(name: str) -> bool:
+    """Return whether heads compute anything else than the released attention."""
+    return name != "dot" or not is_released(
+        attention.scaled_dot_product_attention, attention.masked_softmax
+    )
+
+
 def attention_digest(name: str) -> str:
     """Hash the code of a variant, see `source_digest`, so that a later change is noticed."""
-    return source_digest(find_attention(name) or scaled_dot_product_attention)
+    return source_digest(find_attention(name) or attention.scaled_dot_product_attention)
 
 
-def check_attention(name: str, num_heads: int, tokens: int, head_dim: int) -> None:
+def check_attention(name: str, num_heads: int, tokens: int, head_dim: int, hint: str = "") -> None:
     """Try a variant on random numbers (1, H, N, d), so that a mistake is found before training.
 
+    What is unusual about its weights is said in a line; the hint ends the message of an error.
+
     Raises:
-        ValueError: It fails, or does not return an output and the weights that it is made of.
+        ValueError: It fails, or does not return a finite output and the weights that it is made of.
     """
-    variant, shape = find_attention(name), (1, num_heads, tokens, head_dim)
-    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    variant = find_attention(name) or attention.scaled_dot_product_attention
+    shape, draw = (1, num_heads, tokens, head_dim), generator(0, "attention")
+    inputs = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
     try:
-        function = variant(num_heads, head_dim) if isinstance(variant, type) else variant
-        assert function is not None, "not for dot"
-        output, weights = function(*inputs, None, nn.Identity())
+        function: Any = variant(num_heads, head_dim) if isinstance(variant, type) else variant
+        found = function(*inputs, None, nn.Identity())
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(f"a {type(found).__name__} instead of output and weights")
+        output, weights = found
         if (output.shape, weights.shape) != (shape, (*shape[:-1], tokens)):
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
-        if torch.autograd.grad(output.sum(), weights, allow_unused=True)[0] is None:
+        if not all(each.isfinite().all() for each in found):
+            raise ValueError("numbers that are not finite")
+        varies = weights.requires_grad  # not if constant, such as uniform attention
+        if varies and torch.autograd.grad(output.sum(), weights, allow_unused=True)[0] is None:
             raise ValueError("an output that does not depend on the weights beside it")
     except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
+        code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        inside = [frame.lineno for frame in frames if frame.filename == code.co_filename]
         raise ValueError(
             f"model.attention: {name} gives {type(error).__name__}: {error} "
-            f"({Path(line.filename).name}, line {line.lineno}); for queries, keys and values of "
-            f"{[*shape]}, mask and dropout, it must return the output, {[*shape]}, and the "
-            f"attention weights that it is computed from, {[*shape[:-1], tokens]}"
+            f"({Path(code.co_filename).name}, line {[code.co_firstlineno, *inside][-1]}); for "
+            f"queries, keys and values of {[*shape]}, mask and dropout, it must return the output, "
+            f"{[*shape]}, and the attention weights that it is computed from, "
+            f"{[*shape[:-1], tokens]}{hint}"
         ) from error
+    if variant not in (sigmoid_attention, DifferentialAttention):  # by design
+        note_sums(name, weights.detach())
+    if not varies:
+        note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")
+
+
+def note_sums(name: str, weights: Tensor) -> None:
+    """Say in a line if the rows of attention weights (..., N, M) do not sum to 1."""
+    rows, columns = weights.sum(dim=-1), weights.sum(dim=-2)
+    if (rows - 1).abs().max() > 0.01:
+        sums = f"{rows.min():.2g} to {rows.max():.2g}"
+        text = f"model.attention: {name}: rows of its weights sum to {sums}, not 1"
+        if (columns - 1).abs().max() > 0.01:
+            note(f"{text}; rollout and statistics of heads show fractions of the sums")
+        else:
+            warn(f"{text}, but columns do; softmax(dim=-1) is over the keys")

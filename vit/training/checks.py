@@ -20,7 +20,7 @@ from vit.data.preprocess import Preprocess
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
-from vit.model.variants import check_attention
+from vit.model.variants import check_attention, is_edited
 from vit.registry import OPTIMIZERS
 from vit.settings import by, check, require, shorten
 from vit.training.config import Config
@@ -42,7 +42,7 @@ def check_config(config: Config) -> None:
             f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
             "class; choose another --out"
         )
-    model = config.model
+    model, train = config.model, config.train
     if model.name != "vit":
         check_timm(config)
         return
@@ -52,10 +52,13 @@ def check_config(config: Config) -> None:
             built: Any = build_model(replace(model, attention="dot"), preprocess, CLASSES)
     except ValueError as error:
         raise ValueError(f"model.{error}") from None
-    if model.attention != "dot":
-        tokens = built.num_prefix_tokens + built.patch_embed.num_patches
-        width = model.head_dim or model.embed_dim // model.num_heads
-        check_attention(model.attention, model.num_heads, tokens, width)
+    if is_edited(model.attention):
+        size, width = preprocess.image_size, model.head_dim or model.embed_dim // model.num_heads
+        small = scaled_size(size, train.small_scale, built.patch_embed.patch_size)
+        for used, hint in (size, ""), (small, "; --train.small_share 0 trains with no fewer"):
+            if used == size or train.small_share:
+                tokens = built.num_prefix_tokens + math.prod(built.patch_embed.grid(*used))
+                check_attention(model.attention, model.num_heads, tokens, width, hint)
 
 
 def warn_of_seen_images(

@@ -21,6 +21,7 @@ from torch import nn
 from vit.console import say
 from vit.distributed.shard import is_sharded, replicate
 from vit.hardware import local_processes
+from vit.model.variants import is_edited
 from vit.parallel import on_cores
 from vit.training.start import Run
 from vit.training.step import TrainingStep
@@ -51,7 +52,7 @@ def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
         torch._dynamo.config.suppress_errors = choice == "auto"
         forward = compiled(forward, by_block=exchanges or sharded)
     if exchanges and not sharded:
-        forward = replicate(forward)
+        forward = replicate(forward, unused=is_edited(run.config.model.attention))
     return dataclasses.replace(step, forward=forward, compiled=wanted)
 
 

@@ -52,6 +52,8 @@ class Muon(Optimizer):
         by_shape = defaultdict(list)
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:  # the loss does not depend on it
+                    continue
                 rows = parameter.shape[0] // self.numbers[parameter]
                 columns = parameter.numel() // parameter.shape[0]
                 by_shape[rows, columns].append((parameter, group))
@@ -71,7 +73,6 @@ class Muon(Optimizer):
         """
         gradients, averages = [], []
         for parameter in parameters:
-            assert parameter.grad is not None
             gradient = _as_matrix(to_local(parameter.grad))
             state = self.state[parameter]
             if not state:
