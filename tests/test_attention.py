@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from timm import create_model
 from timm.layers import Attention as TimmAttention
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -17,6 +18,7 @@ from vit.model.attention import (
     padding_mask,
     scaled_dot_product_attention,
 )
+from vit.model.timm_attention import TimmAttentionModel
 
 QUERIES, KEYS, WIDTH, VALUE_WIDTH = 5, 7, 4, 6
 
@@ -147,6 +149,53 @@ def test_masks_show_the_tokens_before_and_those_that_are_real():
     assert causal_mask(3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     shown = padding_mask(torch.tensor([0, 2, 3]), 3)
     assert shown.int().tolist() == [[[0, 0, 0]], [[1, 1, 0]], [[1, 1, 1]]]
+
+
+@pytest.mark.parametrize("kind", ["vit", "timm"])
+def test_masks_as_people_write_them_are_those_of_torch_and_notebooks(kind):
+    """Boolean ones of any shape that broadcasts, ones and zeros, and what is added to scores."""
+    module, x = draw_attention(12, 3), draw_tokens()
+    if kind == "timm":
+        model = TimmAttentionModel(create_model("vit_tiny_patch16_224", img_size=32).eval())
+
+        def module(x, mask):
+            return model.forward_tokens(x, (2, 2), mask)[0]
+
+        x = torch.randn(3, 5, 192, generator=torch.Generator().manual_seed(0))
+    causal, padding = causal_mask(5), padding_mask(torch.tensor([1, 3, 5]), 5)
+    for allowed in (
+        causal,
+        causal[None, None],
+        padding,
+        padding[:, None],
+        padding[0],
+        padding[0, 0],
+    ):
+        expected = module(x, (allowed if allowed.ndim < 4 else allowed[:, 0]).expand(3, 5, 5))
+        added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
+        lowest = torch.finfo(torch.float32).min
+        for mask in (allowed, allowed.int(), allowed.float(), added, added.clamp(min=lowest)):
+            assert torch.equal(module(x, mask), expected)
+    for wrong in (
+        torch.zeros(3, 5, dtype=torch.bool), torch.zeros(15, 5, 5, dtype=torch.bool),
+        torch.rand(5, 5), -torch.rand(5, 5), 2 * causal.int(), torch.full((5, 5), torch.nan),
+        causal[None, None, None], torch.zeros(3, 2, 5, 5, dtype=torch.bool), x,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^mask: torch.* be boolean .True = may attend."):
+            module(x, wrong)
+
+
+def test_a_mask_may_differ_between_heads_and_is_that_of_torchs_module():
+    ours, x = draw_attention(12, 3), draw_tokens()
+    theirs = nn.MultiheadAttention(12, 3, batch_first=True).double()
+    theirs.in_proj_weight, theirs.in_proj_bias = ours.qkv.weight, ours.qkv.bias
+    theirs.out_proj = ours.proj
+    allowed = torch.rand(3, 3, 5, 5, generator=torch.Generator().manual_seed(2)) < 0.5
+    allowed |= torch.eye(5, dtype=torch.bool)
+    expected, _ = theirs(x, x, x, attn_mask=~allowed.flatten(0, 1))
+    assert_close(ours(x, allowed), expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"^self-attention computes queries, keys and values"):
+        ours(x, x, x)
 
 
 # --- MultiHeadSelfAttention against others ---

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from vit.classifier import Classifier as Classifier
     from vit.explain.rollout import attention_rollout as attention_rollout
     from vit.model.attention import MultiHeadSelfAttention as MultiHeadSelfAttention
+    from vit.model.attention import causal_mask as causal_mask
+    from vit.model.attention import padding_mask as padding_mask
     from vit.model.attention import scaled_dot_product_attention as scaled_dot_product_attention
     from vit.model.attention_model import require_attention as require_attention
     from vit.model.variants import load_attention as load_attention
@@ -27,6 +29,8 @@ _MODULES = {
     "train": "vit.training.train",
     "attention_rollout": "vit.explain.rollout",
     "MultiHeadSelfAttention": "vit.model.attention",
+    "causal_mask": "vit.model.attention",
+    "padding_mask": "vit.model.attention",
     "scaled_dot_product_attention": "vit.model.attention",
     "VisionTransformer": "vit.model.vit",
     "load_attention": "vit.model.variants",

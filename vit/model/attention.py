@@ -85,6 +85,28 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
+def for_all_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Return a mask of `MultiHeadSelfAttention` as booleans that broadcast to (B, H, N, N).
+
+    Raises:
+        ValueError: Its shape or its numbers do not say which query may attend to which key.
+    """
+    heads = mask.unsqueeze(1) if mask.ndim == 3 else mask
+    sizes = [1] * (4 - heads.ndim) + [*heads.shape]
+    fits = len(sizes) == 4 and all(n in (1, most) for n, most in zip(sizes, shape, strict=True))
+    if fits and mask.dtype != torch.bool:
+        is_added = mask.is_floating_point() and bool(((heads == 0) | (heads <= -1e4)).all())
+        fits = is_added or bool(((heads == 0) | (heads == 1)).all())
+        heads = heads == 0 if is_added else heads != 0
+    if not fits:
+        raise ValueError(
+            f"mask: {mask.dtype} {[*mask.shape]} must be boolean (True = may attend), ones and "
+            f"zeros, or floats of 0 and -inf, and broadcast to (B, N, N) or to {[*shape]}, "
+            "(B, H, N, N); see vit.causal_mask and vit.padding_mask"
+        )
+    return heads
+
+
 class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
@@ -144,13 +166,20 @@ class MultiHeadSelfAttention(nn.Module):
 
         Args:
             x: (B, N, D).
-            mask: Boolean, (N, N), (B, N, N) or (B, 1, N), shared by all heads; True where a query
-                (row) may attend to a key (column). See `causal_mask` and `padding_mask`.
+            mask: Boolean, (N, N), (B, N, N), (B, 1, N) or what broadcasts to (B, H, N, N); True
+                where a query (row) may attend to a key (column), as in torch's function; in
+                `nn.MultiheadAttention` True hides a key. Ones and zeros, or floats of 0 and -inf
+                to be added to scores, are converted. See `causal_mask` and `padding_mask`.
             need_weights: Whether to return the attention weights too.
 
         Returns:
             (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
+
+        Raises:
+            ValueError: The mask is another, or queries, keys and values are given.
         """
+        if isinstance(need_weights, Tensor):
+            raise ValueError("self-attention computes queries, keys and values of one tensor, x")
         # Splitting first saves the backward pass a copy of all three gradients.
         query, key, value = (
             rearrange(part, "b n (h d) -> b h n d", h=self.num_heads)
@@ -163,7 +192,8 @@ class MultiHeadSelfAttention(nn.Module):
         if may_fuse and uses_fused_kernel(attend, query.device, query.dtype):
             heads = F.scaled_dot_product_attention(query, key, value)
         else:
-            for_all_heads = None if mask is None else mask.unsqueeze(-3)
-            heads, weights = attend(query, key, value, for_all_heads, self.attn_drop)
+            if mask is not None:
+                mask = for_all_heads(mask, (*query.shape[:-1], key.shape[-2]))
+            heads, weights = attend(query, key, value, mask, self.attn_drop)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output

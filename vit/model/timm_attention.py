@@ -20,7 +20,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vit.model.attention import masked_softmax
+from vit.model.attention import for_all_heads, masked_softmax
 
 Grid = tuple[int, int]  # rows and columns of patches
 
@@ -86,14 +86,14 @@ def unread_class(model: Any) -> str | None:
 class ReadWeights(TorchFunctionMode):
     """A context in which the softmax of attention follows a mask, and the weights are kept.
 
-    The mask is that of `MultiHeadSelfAttention.forward`. Differential attention (arXiv 2410.05258)
+    The mask is that of `scaled_dot_product_attention`. Differential attention (arXiv 2410.05258)
     subtracts weights between softmax and product, so those that are kept may be negative.
     """
 
     def __init__(self, mask: Tensor | None) -> None:
         super().__init__()
         self.weights: list[Tensor] = []  # (B, H, N, N) for each block that ran
-        self._mask = None if mask is None else mask.unsqueeze(-3)
+        self._mask = mask
         self._is_attending = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +157,9 @@ class TimmAttentionModel:
         self, x: Tensor, grid: Grid, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Do what `forward_intermediates` does after `embed`."""
-        tokens = []
+        tokens, count = [], x.shape[1]
+        if mask is not None:
+            mask = for_all_heads(mask, (len(x), 1, count, count))
         with ReadWeights(mask) as read:
             positions = self._positions(self._model, grid)
             for block, position in zip(self.blocks, positions, strict=True):
