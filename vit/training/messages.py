@@ -128,6 +128,12 @@ def end_text(
 
 def diverged_text(state: TrainState, what: str) -> str:
     """Describe what is not finite ("loss or gradient", or "weights"), and what to try."""
+    if state.skipped == state.step:
+        return (
+            f"{what} not finite before training: none of {counted(state.step, 'step')} changed the "
+            "weights, so no learning rate helps. Check attention of your own, in --model.attention "
+            "or vit/model/attention.py, and pretrained weights, and start over with --overwrite"
+        )
     rates = ", ".join(f"{optimizer.param_groups[0]['lr']:.3g}" for optimizer in state.optimizers)
     losses = " ".join(f"{point[0].item():.4g}" for point in state.points[-LOSSES:])
     return (
