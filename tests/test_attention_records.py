@@ -15,6 +15,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 
 from models import PLAIN
 from small_runs import load, make_loop, small
@@ -32,12 +33,14 @@ from vit.explain.statistics import attention_distance, attention_entropy, sink_m
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model, save_model
+from vit.registry import ALL_KINDS
 from vit.reporting import attention_records as module
 from vit.reporting.attention import explain_run
 from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.attention_records import attention_records, explained_classes
 from vit.reporting.config import MapsConfig
 from vit.reporting.heads import measure_groups
+from vit.tensorboard_plugin import add_attention
 from vit.tensorboard_plugin.encoding import LIVE_TAG, LIVE_WEIGHTS_TAG, decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG, Record
 from vit.training.config import Config
@@ -153,6 +156,43 @@ def test_batches_make_the_same_records_and_large_weights_are_left_out(
         for left, right in zip(one.details.maps, other.details.maps, strict=True):
             assert (left.kind, left.target) == (right.kind, right.target)
             np.testing.assert_allclose(left.values, right.values, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ours", "vit_tiny_patch16_224"])
+@pytest.mark.parametrize("inside", ["model", "call", "both"])
+def test_inference_mode_changes_no_map_and_no_record(
+    kind: str, inside: str, tmp_path: Path
+) -> None:
+    """Whether the model is made, or called, within `torch.inference_mode`."""
+    torch.manual_seed(0)
+    expected = make_classifier(kind, 10)
+    torch.manual_seed(0)
+    with torch.inference_mode(inside != "call"):
+        classifier = make_classifier(kind, 10)
+    images = images_of(10).select(torch.arange(2))
+    records = make(expected, images, frames=module.read_frames(expected, images, 0))
+    _, maps = expected.maps(images.pixels(), tuple(ALL_KINDS))
+    with torch.inference_mode(inside != "model"):
+        pixels, target = images.pixels().clone(), expected.logits(images).argmax(dim=1)
+        for kinds, aim in ((ALL_KINDS, None), (MAP_KINDS, target)):
+            for name, values in classifier.maps(pixels, tuple(kinds), aim)[1].items():
+                assert torch.equal(values, maps[name]), name
+        inputs = classifier.normalize(pixels)
+        explained, _ = attention_maps(classifier.model, inputs, ["lrp", "relevance"], target)
+        frames = module.read_frames(classifier, images, 0)
+        for record, same in zip(make(classifier, images, frames=frames), records, strict=True):
+            assert record.details == same.details
+            assert np.array_equal(record.weights, same.weights)
+            assert np.array_equal(record.features, same.features)
+        reader = require_attention(classifier.model)
+        logits, weights, tokens = reader.forward_intermediates(inputs)
+        with SummaryWriter(str(tmp_path)) as writer:
+            add_attention(
+                writer, "image", pixels, weights, 0, grid=reader.patch_embed.grid(32, 32),
+                num_prefix_tokens=reader.num_prefix_tokens, logits=logits, tokens=tokens,
+            )  # fmt: skip
+    torch.testing.assert_close(explained, expected.logits(images))
 
 
 def test_chosen_class_is_explained_too() -> None:

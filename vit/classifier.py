@@ -3,6 +3,7 @@
 Shapes: N images, C classes, D feature width.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,12 @@ class Classifier:
     run: Path | None = None
     file: Path | None = None
     calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        if any(tensor.is_inference() for tensor in tensors):  # without gradients, which maps need
+            with torch.inference_mode(False):
+                object.__setattr__(self, "model", copy.deepcopy(self.model))
 
     def __repr__(self) -> str:
         """Say what this is in a line, instead of listing every module."""

@@ -87,6 +87,7 @@ def relevance_of_pixels(relevance: Tensor) -> Tensor:
     return relevance.sum(dim=1)
 
 
+@torch.inference_mode(False)
 def attention_maps(
     model: nn.Module,
     images: Tensor,
@@ -132,13 +133,14 @@ def attention_maps(
 
     differentiate = "gradients" in needs
     # The images require gradients, so that the weights do too even if all parameters are frozen.
-    images = images.detach().requires_grad_(differentiate)
+    images = images.clone() if images.is_inference() else images.detach()
+    images.requires_grad_(differentiate)
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
             logits, weights, _ = reader.forward_intermediates(images)
         logits = logits.float()
         # A pass by rules may round differently, but all kinds explain one class.
-        target = logits.argmax(dim=1) if target is None else target
+        target = logits.argmax(dim=1) if target is None else target.clone()
         gradients = attention_gradients(logits, weights, target) if differentiate else ()
     logits, weights = logits.detach(), [layer.detach() for layer in weights]
     draw("weights", weights)

@@ -69,7 +69,7 @@ def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
     return torch.tensor([list(dict.fromkeys(row))[:BEST_CLASSES] for row in rows]).T.to(best)
 
 
-@torch.enable_grad()
+@torch.inference_mode(False)  # which also enables gradients
 def read_attention(
     classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], **rollout: Any
 ) -> Attention:
