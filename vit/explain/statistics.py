@@ -13,12 +13,10 @@ from torch import Tensor
 
 
 def _fractions(layer: Tensor) -> Tensor:
-    """Return finite weights as fractions of each row's sum, negative ones as 0.
-
-    They are float64, which holds the sum of any float32 numbers.
-    """
-    positive = layer.double().clamp(min=0)
-    return positive / positive.sum(dim=-1, keepdim=True).clamp(min=1e-300)
+    """Return finite weights as fractions of each row's sum, negative ones as 0."""
+    positive = layer.float().clamp(min=0)
+    positive = positive / positive.amax(dim=-1, keepdim=True).clamp(min=1e-30)  # sums are finite
+    return positive / positive.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def attention_entropy(weights: Sequence[Tensor]) -> Tensor:
@@ -28,7 +26,7 @@ def attention_entropy(weights: Sequence[Tensor]) -> Tensor:
     """
     maximum = math.log(weights[0].shape[-1]) or 1.0  # log 1 is 0, and so is the entropy
     entropies = [torch.special.entr(_fractions(layer)).sum(dim=-1) for layer in weights]
-    return torch.stack([layer.mean(dim=(0, 2)) / maximum for layer in entropies]).float()
+    return torch.stack([layer.mean(dim=(0, 2)) / maximum for layer in entropies])
 
 
 def attention_distance(
@@ -46,9 +44,9 @@ def attention_distance(
     means = []
     for layer in weights:
         to_patches = _fractions(layer)[..., patches, patches]
-        total = to_patches.sum(dim=-1).clamp(min=1e-300)
+        total = to_patches.sum(dim=-1).clamp(min=1e-30)
         means.append(((to_patches * distance).sum(dim=-1) / total).mean(dim=(0, 2)))
-    return torch.stack(means).float()
+    return torch.stack(means)
 
 
 def sink_mass(weights: Sequence[Tensor]) -> Tensor:
@@ -56,8 +54,7 @@ def sink_mass(weights: Sequence[Tensor]) -> Tensor:
 
     The sink of a head and image is the token that receives the most attention.
     """
-    sinks = [_fractions(layer).mean(dim=2).amax(-1).mean(dim=0) for layer in weights]
-    return torch.stack(sinks).float()
+    return torch.stack([_fractions(layer).mean(dim=2).amax(-1).mean(dim=0) for layer in weights])
 
 
 def largest_patch_norm(tokens: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:
