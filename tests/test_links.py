@@ -247,3 +247,13 @@ def test_no_command_waits_for_a_pipe(
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_photo_may_have_the_longest_name(
+    stored: Path, pictures: Path, tmp_path: Path, call: Call
+) -> None:
+    photo = tmp_path / f"{'ä' * 125}.png"  # 254 bytes
+    shutil.copy(pictures / "a" / "0.png", photo)
+    assert call(stored, "photo", photo, "--out", tmp_path / "out").code == 0
+    (sheet,) = (tmp_path / "out" / "photos").iterdir()
+    assert sheet.name.startswith("ä" * 100)
