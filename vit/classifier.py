@@ -88,9 +88,8 @@ class Classifier:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        if any(tensor.is_inference() for tensor in tensors):  # without gradients, which maps need
-            with torch.inference_mode(False):
+        if any(t.is_inference() for t in (*self.model.parameters(), *self.model.buffers())):
+            with torch.inference_mode(False):  # where copies may have gradients, which maps need
                 object.__setattr__(self, "model", copy.deepcopy(self.model))
 
     def __repr__(self) -> str:

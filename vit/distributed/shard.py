@@ -68,10 +68,7 @@ def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> Non
 
 
 def replicate(forward: nn.Module, unused: bool = False) -> DistributedDataParallel:
-    """Let the gradients of a model, possibly compiled, be averaged in its backward pass.
-
-    `unused` says that its logits may not depend on all of its parameters.
-    """
+    """Let the gradients of a model, possibly compiled, be averaged in its backward pass."""
     with warnings.catch_warnings():  # torch 2.15 has a new name for it, which 2.11 does not know
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(
@@ -79,7 +76,7 @@ def replicate(forward: nn.Module, unused: bool = False) -> DistributedDataParall
             # Batch norm uses the statistics of a process's own images.
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            find_unused_parameters=unused,
+            find_unused_parameters=unused,  # some, which the logits do not depend on
         )
 
 

@@ -133,8 +133,7 @@ def attention_maps(
 
     differentiate = "gradients" in needs
     # The images require gradients, so that the weights do too even if all parameters are frozen.
-    images = images.clone() if images.is_inference() else images.detach()
-    images.requires_grad_(differentiate)
+    images = images.detach().clone().requires_grad_(differentiate)
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
             logits, weights, _ = reader.forward_intermediates(images)

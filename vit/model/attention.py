@@ -85,12 +85,10 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
-def for_all_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return a mask of `MultiHeadSelfAttention` as booleans that broadcast to (B, H, N, N).
-
-    Raises:
-        ValueError: Its shape or its numbers do not say which query may attend to which key.
-    """
+def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """Return a mask as booleans that broadcast to (B, H, N, N); a ValueError if it is unclear."""
+    if mask is None:
+        return None
     heads = mask.unsqueeze(1) if mask.ndim == 3 else mask
     sizes = [1] * (4 - heads.ndim) + [*heads.shape]
     fits = len(sizes) == 4 and all(n in (1, most) for n, most in zip(sizes, shape, strict=True))
@@ -167,9 +165,9 @@ class MultiHeadSelfAttention(nn.Module):
         Args:
             x: (B, N, D).
             mask: Boolean, (N, N), (B, N, N), (B, 1, N) or what broadcasts to (B, H, N, N); True
-                where a query (row) may attend to a key (column), as in torch's function; in
-                `nn.MultiheadAttention` True hides a key. Ones and zeros, or floats of 0 and -inf
-                to be added to scores, are converted. See `causal_mask` and `padding_mask`.
+                where a query (row) may attend to a key (column), as in torch's function, while
+                nn.MultiheadAttention hides it. Ones and zeros, or floats of 0 and -inf that would
+                be added to scores, mean the same. See `causal_mask` and `padding_mask`.
             need_weights: Whether to return the attention weights too.
 
         Returns:
@@ -192,8 +190,7 @@ class MultiHeadSelfAttention(nn.Module):
         if may_fuse and uses_fused_kernel(attend, query.device, query.dtype):
             heads = F.scaled_dot_product_attention(query, key, value)
         else:
-            if mask is not None:
-                mask = for_all_heads(mask, (*query.shape[:-1], key.shape[-2]))
-            heads, weights = attend(query, key, value, mask, self.attn_drop)
+            allowed = for_all_heads(mask, (*query.shape[:-1], key.shape[-2]))
+            heads, weights = attend(query, key, value, allowed, self.attn_drop)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output

@@ -157,10 +157,8 @@ class TimmAttentionModel:
         self, x: Tensor, grid: Grid, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Do what `forward_intermediates` does after `embed`."""
-        tokens, count = [], x.shape[1]
-        if mask is not None:
-            mask = for_all_heads(mask, (len(x), 1, count, count))
-        with ReadWeights(mask) as read:
+        tokens = []
+        with ReadWeights(for_all_heads(mask, (len(x), 1, x.shape[1], x.shape[1]))) as read:
             positions = self._positions(self._model, grid)
             for block, position in zip(self.blocks, positions, strict=True):
                 x = block(x, **position)

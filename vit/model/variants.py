@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.console import note, warn
+from vit.console import note
 from vit.model import attention
 from vit.model.attention import Attention, masked_softmax
 from vit.model.fused_kernel import is_released, source_digest
@@ -142,9 +142,8 @@ def load_attention(name: str) -> Attention | None:
 
 def is_edited(name: str) -> bool:
     """Return whether heads compute anything else than the released attention."""
-    return name != "dot" or not is_released(
-        attention.scaled_dot_product_attention, attention.masked_softmax
-    )
+    functions = attention.scaled_dot_product_attention, attention.masked_softmax
+    return name != "dot" or not is_released(*functions)
 
 
 def attention_digest(name: str) -> str:
@@ -152,26 +151,21 @@ def attention_digest(name: str) -> str:
     return source_digest(find_attention(name) or attention.scaled_dot_product_attention)
 
 
-def check_attention(name: str, num_heads: int, tokens: int, head_dim: int, hint: str = "") -> None:
+def check_attention(name: str, heads: int, tokens: int, head_dim: int, hint: str = "") -> None:
     """Try a variant on random numbers (1, H, N, d), so that a mistake is found before training.
-
-    What is unusual about its weights is said in a line; the hint ends the message of an error.
 
     Raises:
         ValueError: It fails, or does not return a finite output and the weights that it is made of.
     """
     variant = find_attention(name) or attention.scaled_dot_product_attention
-    shape, draw = (1, num_heads, tokens, head_dim), generator(0, "attention")
+    shape, draw = (1, heads, tokens, head_dim), generator(0, "attention")
     inputs = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
     try:
-        function: Any = variant(num_heads, head_dim) if isinstance(variant, type) else variant
-        found = function(*inputs, None, nn.Identity())
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"a {type(found).__name__} instead of output and weights")
-        output, weights = found
+        function: Any = variant(heads, head_dim) if isinstance(variant, type) else variant
+        output, weights = function(*inputs, None, nn.Identity())
         if (output.shape, weights.shape) != (shape, (*shape[:-1], tokens)):
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
-        if not all(each.isfinite().all() for each in found):
+        if not (output.isfinite().all() and weights.isfinite().all()):
             raise ValueError("numbers that are not finite")
         varies = weights.requires_grad  # not if constant, such as uniform attention
         if varies and torch.autograd.grad(output.sum(), weights, allow_unused=True)[0] is None:
@@ -187,19 +181,13 @@ def check_attention(name: str, num_heads: int, tokens: int, head_dim: int, hint:
             f"{[*shape]}, and the attention weights that it is computed from, "
             f"{[*shape[:-1], tokens]}{hint}"
         ) from error
-    if variant not in (sigmoid_attention, DifferentialAttention):  # by design
-        note_sums(name, weights.detach())
     if not varies:
         note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")
-
-
-def note_sums(name: str, weights: Tensor) -> None:
-    """Say in a line if the rows of attention weights (..., N, M) do not sum to 1."""
-    rows, columns = weights.sum(dim=-1), weights.sum(dim=-2)
-    if (rows - 1).abs().max() > 0.01:
+    rows, columns = weights.detach().sum(dim=-1), weights.detach().sum(dim=-2)
+    by_design = variant in (sigmoid_attention, DifferentialAttention)
+    if not by_design and (rows - 1).abs().max() > 0.01:
+        effect = "; rollout and statistics of heads show fractions of the sums"
+        if (columns - 1).abs().max() < 0.01:
+            effect = ", but columns do; softmax(dim=-1) is over the keys"
         sums = f"{rows.min():.2g} to {rows.max():.2g}"
-        text = f"model.attention: {name}: rows of its weights sum to {sums}, not 1"
-        if (columns - 1).abs().max() > 0.01:
-            note(f"{text}; rollout and statistics of heads show fractions of the sums")
-        else:
-            warn(f"{text}, but columns do; softmax(dim=-1) is over the keys")
+        note(f"model.attention: {name}: rows of its weights sum to {sums}, not 1{effect}")

@@ -48,9 +48,8 @@ class Attention:
     @property
     def finite(self) -> bool:
         """Whether all numbers are finite, which a model that diverges does not guarantee."""
-        values = [found for _, _, found in self.maps]
-        parts = (self.logits, *self.weights, *self.tokens, *values)
-        return all(part.isfinite().all() for part in parts)
+        values = [*self.weights, *(found for _, _, found in self.maps)]
+        return all(part.isfinite().all() for part in (self.logits, *self.tokens, *values))
 
 
 def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:

@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
 from vit.files import write_atomically, write_json
-from vit.model import attention
 from vit.model.config import TIMM, ModelConfig
-from vit.model.fused_kernel import is_released
 from vit.model.timm_model import NORM_EPS, complete_arguments, heads
+from vit.model.variants import is_edited
 from vit.settings import shorten
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
@@ -76,7 +75,7 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
             f"export: timm is not possible, because timm has no {' and no '.join(lacking)}; export "
             "to onnx or torch, or train the recipe plain"
         )
-    if not is_released(attention.scaled_dot_product_attention, attention.masked_softmax):
+    if is_edited("dot"):
         raise ValueError(
             "export: timm is not possible, because vit/model/attention.py was edited and timm has "
             "its own attention; export to onnx or torch"

@@ -128,19 +128,18 @@ def end_text(
 
 def diverged_text(state: TrainState, what: str) -> str:
     """Describe what is not finite ("loss or gradient", or "weights"), and what to try."""
-    if state.skipped == state.step:
-        return (
-            f"{what} not finite before training: none of {counted(state.step, 'step')} changed the "
-            "weights, so no learning rate helps. Check attention of your own, in --model.attention "
-            "or vit/model/attention.py, and pretrained weights, and start over with --overwrite"
-        )
+    problem = "training diverged"
+    advice = "Lower --optim.lr and --optim.muon_lr or set --optim.clip_grad"
+    if state.skipped == state.step:  # no weight has changed
+        problem = "the model is not finite before training"
+        advice = "Check pretrained weights, and attention that you have edited or named"
     rates = ", ".join(f"{optimizer.param_groups[0]['lr']:.3g}" for optimizer in state.optimizers)
     losses = " ".join(f"{point[0].item():.4g}" for point in state.points[-LOSSES:])
     return (
-        f"training diverged: {what} not finite at step {state.step:,}, after "
+        f"{problem}: {what} not finite at step {state.step:,}, after "
         f"{state.skipped_in_a_row} skipped steps in a row (learning rate {rates}; last losses, "
-        f"nan for a skipped step: {losses}); this state was not saved. Lower --optim.lr and "
-        f"--optim.muon_lr or set --optim.clip_grad, and start over with --overwrite"
+        f"nan for a skipped step: {losses}); this state was not saved. {advice}, and start over "
+        "with --overwrite"
     )
 
 
