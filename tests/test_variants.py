@@ -348,6 +348,8 @@ def test_what_is_unusual_about_weights_is_said(line, text, tmp_path, registry, c
     assert not capsys.readouterr().err
     check_attention("own.py:mine", 3, 5, 4)
     assert re.fullmatch(f"{text}.*\n" if text else "", capsys.readouterr().err)
+    check_config(small_run(tmp_path / "run", "own.py:mine"))  # with images of two sizes
+    assert capsys.readouterr().err.count("rows of its weights") == (text != "")
 
 
 TABLE = """
