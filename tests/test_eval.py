@@ -258,7 +258,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # What is typed after eval.py, and what the one line must say; DEMO and BAD are folders.
 BAD_WORDS = [
-    ("DEMO photo BAD/huge.png", "photo: BAD/huge.png cannot be read as an image: Image size"),
+    ("DEMO photo BAD/huge.png", "photo: BAD/huge.png cannot be read as an image: it has more"),
     ("DEMO photo BAD/good.png --target ship", "target: ship is not allowed; it must be a class"),
     ("DEMO maps --indices 2000", "indices: 2000 is not a test image; it must be 0 to 1999"),
     ("DEMO compare BAD/none", "BAD/none does not exist"),
