@@ -428,3 +428,12 @@ def test_a_folder_that_changes_during_training_is_not_tested(
     (classes_only / "c d" / "zz.png").unlink()
     monkeypatch.undo()
     assert train(config(classes_only, tmp_path / "run"))["n"] == 7
+
+
+def test_a_class_whose_name_is_not_utf_8_is_refused(tmp_path):
+    for name in ("a", "\udce4"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (4, 4)).save(tmp_path / name / f"{number}.png")
+    with pytest.raises(ValueError, match=r"class \\udce4 is not UTF-8; rename it"):
+        list_folder(DataConfig(name="folder", root=str(tmp_path)), train=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.console import printable
 from vit.data.config import DataConfig
 from vit.data.layout import IMAGE_SUFFIXES, some
 from vit.data.preprocess import Preprocess
@@ -146,6 +147,8 @@ def user_files(
     least, part = (2, "") if split else (1, "training " if train else "test ")
     counts = labels.bincount(minlength=len(classes)).tolist()
     for name, count in zip(classes, counts, strict=True):
+        if name.encode(errors="replace").decode() != name:
+            raise ValueError(f"data.root: class {printable(name)} is not UTF-8; rename it")
         if count < least:
             raise ValueError(
                 f"data.root: class {shorten(name)} has {count} {part}images in {folder}, and needs "

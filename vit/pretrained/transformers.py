@@ -98,8 +98,10 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
             classes = tuple(f"{x} ({n})" if kept.count(x) > 1 else x for n, x in enumerate(kept))
         settings = _settings(weights, kind, about, name)
         preprocess = _preprocess(folder / "preprocessor_config.json", input_size, notes)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, json.JSONDecodeError,
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
             safetensors.SafetensorError) as error:  # fmt: skip
+        if str(error).startswith("model."):  # which says more
+            raise
         raise ValueError(f"model.pretrained: {name} is incomplete or damaged: {error!r}") from None
     mean, std = preprocess.mean, preprocess.std
     source = Pretrained(name, settings, weights, input_size, mean, std, classes, tuple(notes))

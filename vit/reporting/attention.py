@@ -25,13 +25,7 @@ from vit.reporting.config import MapsConfig
 from vit.reporting.live import add_live
 from vit.reporting.loading import load_run, load_test, require_own, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
-from vit.run.folder import (
-    ATTENTION_FILES,
-    ATTENTION_FOLDER,
-    FEATURES_FILE,
-    INDEX_FILE,
-    TABLE_FILE,
-)
+from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, FEATURES_FILE, INDEX_FILE, TABLE_FILE
 from vit.run.tracker import event_writer, picture_tag
 from vit.tensorboard_plugin.summary import add_frames, add_record
 

@@ -23,13 +23,7 @@ from vit.model.config import ModelConfig
 from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import (
-    load_run,
-    load_test,
-    require_own,
-    require_packages,
-    results_folder,
-)  # fmt: skip
+from vit.reporting.loading import load_run, load_test, require_own, require_packages, results_folder
 from vit.reporting.tables import markdown, markdown_table, with_interval
 from vit.settings import shorten
 
