@@ -386,4 +386,19 @@ def test_a_download_goes_through_no_link(tmp_path: Path) -> None:
     data = DataConfig(name="cifar10", root=str(tmp_path / "data"))
     with pytest.raises(ValueError, match=r"cifar-10-python\.tar\.gz is a link; delete it"):
         open_images(data, train=True)
+    inner = tmp_path / "data" / "FashionMNIST" / "raw"
+    inner.mkdir(parents=True)
+    (inner / "train-images-idx3-ubyte.gz").symlink_to(tmp_path / "victim")
+    with pytest.raises(ValueError, match=r"idx3-ubyte\.gz is a link; delete it to download fash"):
+        open_images(DataConfig(name="fashion_mnist", root=data.root), train=True)
     assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_results_stay_in_a_folder_of_snapshots_of_ones_own(model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "snapshots" / "mine"
+    cached = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    for folder in (own, cached):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(model.read_bytes())
+    assert load_model(own).run == own
+    assert load_model(cached).run == Path("runs/owner-name")

@@ -87,8 +87,9 @@ class SavedModel:
         folder = (folder.parent if folder.name == CHECKPOINT_FOLDER else folder).resolve()
         if folder == BUNDLED:  # nothing is written into the package
             return Path("runs/included") / self.path.stem
-        if folder.parent.name == "snapshots":  # nor into the cache of the Hub
-            return Path("runs") / folder.parts[-3].removeprefix("models--").replace("--", "-")
+        cached = folder.parent.parent.name  # in the cache of the Hub, nothing is written either
+        if folder.parent.name == "snapshots" and cached.startswith("models--"):
+            return Path("runs") / cached.removeprefix("models--").replace("--", "-")
         return folder
 
     @property

@@ -62,7 +62,8 @@ def read_torchvision(
     problem = "data.download=false, so it was not downloaded"
     for download in (False, True)[: 1 + data.download]:
         if download:
-            for link in filter(Path.is_symlink, root.rglob("*")):  # torchvision writes through it
+            places = [at for top in root.glob(data.spec.files) for at in (top, *top.rglob("*"))]
+            for link in filter(Path.is_symlink, places):  # torchvision would write through it
                 raise ValueError(f"data.root: {link} is a link; delete it to download {data.name}")
             say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
         try:
