@@ -33,7 +33,9 @@ class Calibration:
 
     def __post_init__(self) -> None:
         lengths = {len(self.quantiles.get(kind, ())) for kind in ("lac", "raps")}
-        require(len(lengths) == 1, "quantiles", self.quantiles, "lists of lac and raps, as long")
+        require(
+            len(lengths) == 1, "quantiles", self.quantiles, "lists for lac and raps of one length"
+        )
 
     @classmethod
     def fit(cls, logits: Tensor, labels: Tensor) -> "Calibration":

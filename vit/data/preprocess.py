@@ -20,7 +20,7 @@ from vit.data.pixels import ArrayPreprocess, offset
 # Training images that are cropped at random are stored larger by this factor, to keep detail.
 STORED_SCALE = 256 / 224
 
-MOST_PIXELS = 4e8  # of a photo that is resized
+MOST_PIXELS = 400_000_000  # of a photo that is resized
 FILTERS = "^(nearest|box|bilinear|hamming|bicubic|lanczos)$"  # of Pillow
 Side = Annotated[int, Field(ge=1, le=20_000)]  # pixels
 
@@ -43,7 +43,8 @@ class Preprocess(ArrayPreprocess):
     def __post_init__(self) -> None:
         settings.require(len(self.std) == len(self.mean), "std", self.std, "as long as the mean")
         resized = math.prod(self.image_size) / self.crop_pct**2
-        settings.require(resized <= MOST_PIXELS, "crop_pct", self.crop_pct, "for a smaller image")
+        allowed = f"larger, so that {self.image_size} / crop_pct has {MOST_PIXELS:,} pixels at most"
+        settings.require(resized <= MOST_PIXELS, "crop_pct", self.crop_pct, allowed)
 
     @classmethod
     def from_config(cls, data: DataConfig) -> "Preprocess":
