@@ -57,6 +57,18 @@ SMALL: dict[str, Any] = {
 
 STEPS = 6 * (320 // 64)
 
+# A file of attention of which neither queries and keys nor the table have gradients.
+UNIFORM = """
+import torch
+class Uniform(torch.nn.Module):
+    def __init__(self, num_heads, head_dim):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(head_dim, head_dim))
+    def forward(self, query, key, value, mask, dropout):
+        weights = torch.full((*query.shape[:-1], key.shape[-2]), 1 / key.shape[-2]).to(query)
+        return dropout(weights) @ value, weights
+"""
+
 
 def small(out: Path, **changes: dict[str, Any]) -> Config:
     parts = {part: {**values, **changes.get(part, {})} for part, values in SMALL.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from small_runs import StopAt, load, make_step, small
+from small_runs import UNIFORM, StopAt, load, make_step, small
 from vit.distributed.shard import replicate, shards, to_full
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
@@ -110,18 +110,6 @@ def read(weights: Path) -> dict[str, Tensor]:
     return dict(torch.load(weights, weights_only=True))
 
 
-UNUSED = """
-import torch
-class Uniform(torch.nn.Module):
-    def __init__(self, num_heads, head_dim):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(head_dim, head_dim))
-    def forward(self, query, key, value, mask, dropout):
-        weights = torch.full((*query.shape[:-1], key.shape[-2]), 1 / key.shape[-2]).to(query)
-        return dropout(weights) @ value, weights
-"""
-
-
 def train_uniform(world: World, folder: Path) -> None:
     """Train attention whose queries, keys and table get no gradient, in all ways."""
     load_attention(f"{folder}/unused.py:Uniform")
@@ -179,7 +167,7 @@ def test_processes_train_as_one_does(expected: dict[str, Tensor], tmp_path: Path
 
 @pytest.mark.slow
 def test_processes_train_a_model_with_parameters_that_get_no_gradient(tmp_path: Path) -> None:
-    (tmp_path / "unused.py").write_text(UNUSED)
+    (tmp_path / "unused.py").write_text(UNIFORM)
     for size in (1, 2):
         in_world(size, tmp_path, train_uniform, tmp_path)
     expected = read(tmp_path / "alone.pt")

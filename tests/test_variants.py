@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from models import PLAIN, randomize
-from small_runs import small
+from small_runs import UNIFORM, small
 from vit.classifier import Classifier
 from vit.cli import eval_main, train_main
 from vit.data.images import ImageSet
@@ -381,18 +381,6 @@ def test_attention_is_checked_with_all_numbers_of_tokens_of_a_run(tmp_path, regi
         with pytest.raises(ValueError, match=message) as caught:
             check_config(config)
         assert str(caught.value).endswith("no fewer") == (share > 0)
-
-
-UNIFORM = """
-import torch
-class Uniform(torch.nn.Module):
-    def __init__(self, num_heads, head_dim):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(head_dim, head_dim))
-    def forward(self, query, key, value, mask, dropout):
-        weights = torch.full((*query.shape[:-1], key.shape[-2]), 1 / key.shape[-2]).to(query)
-        return dropout(weights) @ value, weights
-"""
 
 
 def test_uniform_attention_is_trained_and_logged(tmp_path, registry, monkeypatch):
