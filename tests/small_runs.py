@@ -143,7 +143,7 @@ class StopAt(StopRequest):
 
     def agreed(self, world: World) -> bool:
         assert self.state is not None
-        return self.state.step == self.step
+        return 0 < self.step == self.state.step
 
 
 def command(config: Config, folder: Path) -> list[str]:
@@ -178,6 +178,14 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str] | None = None)
         assert process is None or process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def is_alive(number: int) -> bool:
+    """Tell whether a process, perhaps not our child, has not ended."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def events(folder: Path) -> EventAccumulator:

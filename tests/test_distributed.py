@@ -3,14 +3,14 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from vit.distributed.stop import Stopped, stop_on_signals
+from vit.distributed.stop import Batch, Stopped, stop_on_signals
 from vit.distributed.world import MEETING, ConnectionLost, World, join_world
 
 CPU = torch.device("cpu")
@@ -158,6 +158,21 @@ def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -
         assert not request.agreed(Reducing(0, 2))  # the others have not heard of it
         assert request.agreed(Reducing(0, 2))
         assert request.signal == signal.SIGTERM
+
+
+def test_processes_that_share_a_batch_wait_for_it_after_a_signal() -> None:
+    class Two(World):
+        def largest(self, values: torch.Tensor) -> torch.Tensor:
+            return values
+
+    def slow() -> Iterator[Batch]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield batch
+        raise AssertionError("not asked for")
+
+    batch = torch.zeros(1), torch.zeros(1)
+    with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
+        assert list(stop.until(slow(), Two(0, 2))) == [batch]
 
 
 def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.scale import soak
-from small_runs import assert_same, command, small, start, wait
+from small_runs import assert_same, command, is_alive, small, start, wait
 from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
@@ -116,14 +116,6 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     """The other processes of a run."""
     text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     return [int(number) for number in text.split()]
-
-
-def is_alive(number: int) -> bool:
-    """Tell whether a process, perhaps not our child, has not ended."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

@@ -1,10 +1,17 @@
 """Images in files: the same bits as in memory, whatever happens to the files or the workers."""
 
+import contextlib
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from pickle import PicklingError
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +20,15 @@ import pytest
 import torch
 from PIL import Image
 
-from small_runs import StopAt, begin, make_loop, small
+from small_runs import StopAt, begin, is_alive, make_loop, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
 from vit.data.datasets import fit_into_memory, load_training, open_images
+from vit.data.images import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
-from vit.distributed.stop import Stopped
+from vit.distributed.stop import Stopped, stop_on_signals
 from vit.hardware import usable_cores
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
@@ -93,6 +102,22 @@ def streaming(out: Path, root: Path, **data: Any) -> Config:
 State = dict[str, Any]
 
 
+@contextlib.contextmanager
+def deadline(seconds: int = 100) -> Iterator[None]:
+    """Fail instead of hanging."""
+
+    def expire(*_: Any) -> None:
+        pytest.fail("hangs")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def run(config: Config, stop_at: int = 0) -> State:
     """Run a config, resumed if it has a checkpoint; return its state at the end."""
     stop = StopAt(stop_at)
@@ -126,6 +151,30 @@ def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
     about = begin(Config()).environment()
     changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=0)
     assert check_run(changed, False, about) is not None  # these settings may change
+    assert_same(run(config), kept)
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])  # 3 ends an epoch
+def test_a_signal_while_a_batch_is_awaited_stops_the_run_at_once_and_loses_nothing(
+    kept: State, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    config = streaming(tmp_path / "run", pictures, workers=1)
+    prepare_run(config, resume=False)
+    with monkeypatch.context() as patch, stop_on_signals() as stop:
+        batches = ImageSet.batches
+        loop = make_loop(config, stop=stop)
+
+        def stall(images: ImageSet, indices: torch.Tensor) -> Any:
+            for batch in batches(images, indices):
+                if loop.step.state.step == step:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    pytest.fail("the run waits on")
+                yield batch
+
+        patch.setattr(ImageSet, "batches", stall)
+        with pytest.raises(Stopped):
+            loop.run()
+    assert checkpoint_steps(tmp_path / "run")[-1:] == [step] * (step > 0)
     assert_same(run(config), kept)
 
 
@@ -208,8 +257,77 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> N
             worker.join()
     assert info.value.code == 2
     errors = capsys.readouterr().err
-    assert errors.startswith("error: DataLoader worker") and "fewer data.workers" in errors
-    assert errors.count("\n") == 1
+    assert errors.startswith("error: data.workers: a process ended with exit code -9")
+    assert "fewer data.workers" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), MemoryError(), PicklingError(), SystemExit])
+def test_a_worker_that_cannot_hand_over_its_images_ends_the_run(
+    pictures: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps, parent = ForkingPickler.dumps, os.getpid()
+
+    def fail(*arguments: Any) -> Any:
+        if os.getpid() != parent:
+            raise error
+        return dumps(*arguments)
+
+    monkeypatch.setattr(ForkingPickler, "dumps", fail)
+    images = open_images(folder(pictures, workers=2), train=True)
+    with deadline(), pytest.raises(ValueError, match=r"data.workers: a process ended with exit"):
+        images.pixels()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="sets limits of Linux")
+def test_workers_need_no_shared_memory_sockets_or_files(pictures: Path, tmp_path: Path) -> None:
+    far = tmp_path / ("long" * 20)  # the path of a Unix socket has at most 107 bytes
+    far.mkdir()
+    code = (
+        "import resource, sys, torch; from vit.data.stream import ImageFiles\n"
+        "from vit.data.config import DataConfig; from vit.data.preprocess import Preprocess\n"
+        "size = Preprocess.from_config(DataConfig(name='folder', image_size=(224, 224)))\n"
+        "files = ImageFiles(tuple(sys.argv[1:]) * 20, size, 2)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "kept = [*files.split(48), *files.split(len(files))]\n"
+        "print(sum(map(len, kept)))"
+    )
+    mount = "mount -t tmpfs -o size=1m none /dev/shm"
+    small = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    allowed = shutil.which("unshare") and not subprocess.call([*small, "true"])
+    done = subprocess.run(
+        [*(small if allowed else []), sys.executable, "-c", code, *map(str, pictures.rglob("*.*"))],
+        env={**os.environ, "TMPDIR": str(far)}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.stdout == "2400\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_workers_end_with_their_process_however_it_ends(pictures: Path, end: str) -> None:
+    paths = tuple(map(str, pictures.rglob("*.*")))
+    images = ImageFiles(paths, Preprocess.from_config(folder(pictures)), workers=3)
+    fork = multiprocessing.get_context("fork")
+    inside, outside = fork.Pipe()
+
+    def stream() -> None:
+        batches = images.split(1)
+        next(batches)
+        outside.send([worker.pid for worker in multiprocessing.active_children()])
+        if end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit(7, batches)  # which keeps them open, as a traceback does
+
+    process = fork.Process(target=stream)
+    process.start()
+    with deadline():
+        workers = inside.recv()
+        assert len(workers) == 3
+        process.join()
+        assert process.exitcode in (1, -signal.SIGKILL)
+        while any(map(is_alive, workers)):
+            time.sleep(0.01)
 
 
 # Files that cannot be read.

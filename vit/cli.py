@@ -28,12 +28,6 @@ from vit.reporting.config import COMMANDS
 from vit.settings import ImageSize, keys, read_yaml, shorten, suggest, unknown
 from vit.training.config import Config, to_dict
 
-# Errors of torch that a user can fix, by their words, and how.
-ADVICE = {
-    "DataLoader worker": "rerun the command, with fewer data.workers if memory ran out",
-    "deterministic implementation": "train without --deterministic, or, if the operation is "
-    "upsample_*, with --train.small_share 0",
-}
 # What train.py is told beside the config.
 SWITCHES = {
     "print_config": "print the resulting config as YAML and exit",
@@ -68,9 +62,9 @@ def user_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             fail(f"out of memory; use a smaller model or batch: {shorten(error, 200)}")
-        for text, advice in ADVICE.items():
-            if text in str(error):
-                fail(f"{shorten(error, 200)}; {advice}")
+        if "deterministic implementation" in str(error):
+            advice = "or, if the operation is upsample_*, with --train.small_share 0"
+            fail(f"{shorten(error, 200)}; train without --deterministic, {advice}")
         raise
 
 

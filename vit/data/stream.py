@@ -3,59 +3,83 @@
 The workers only decode and resize. Which images they decode, and in which order, is up to the
 caller, so their number changes nothing but the speed.
 
+Each worker has a pipe of its own, through which pickled arrays come back. So the limits of shared
+memory, sockets and open files do not matter, and each side notices when the other one ends. A
+DataLoader hands results over in a thread: where that fails, its worker lives on and all wait.
+
 Shapes: N images, B batch, C channels, H height, W width.
 """
 
+import contextlib
 import dataclasses
 import gc
 import math
+import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from vit.console import rank
 from vit.data.photos import TarMember
 from vit.data.preprocess import Preprocess
 from vit.hardware import local_processes, usable_cores
-from vit.seeding import generator
 
 FEW = 200  # files; starting processes takes longer than reading fewer
 AT_ONCE = 32  # files that a worker decodes in one go where all files are read
 MOST_WORKERS = 16  # unless data.workers says otherwise
 
 ImageFile = str | TarMember
-Decoded = tuple[Tensor, dict[int, str]]
+Decoded = tuple[np.ndarray, dict[int, str]]
 
 
-class _Decoding(Dataset[Any]):
-    """Decodes lists of files; a DataLoader gives it such lists instead of indices."""
-
-    def __init__(self, preprocess: Preprocess) -> None:
-        self.preprocess = preprocess
-
-    def __getitem__(self, files: Sequence[ImageFile]) -> Decoded:
-        """Return images (B, C, H, W) uint8, and by position what is wrong with unreadable ones."""
-        shape = (len(files), self.preprocess.channels, *self.preprocess.image_size)
-        images, problems = torch.zeros(shape, dtype=torch.uint8), {}
-        for position, file in enumerate(files):
-            try:
-                images[position] = self.preprocess.resize(file, "data.root")
-            except ValueError as error:
-                problems[position] = str(error)
-        return images, problems
+def _decode_files(files: Sequence[ImageFile], preprocess: Preprocess) -> Decoded:
+    """Return images (B, C, H, W) uint8, and by position what is wrong with unreadable ones."""
+    shape = (len(files), preprocess.channels, *preprocess.image_size)
+    images, problems = np.zeros(shape, dtype=np.uint8), {}
+    for position, file in enumerate(files):
+        try:
+            images[position] = preprocess.resize(file, "data.root").numpy()
+        except ValueError as error:
+            problems[position] = str(error)
+    return images, problems
 
 
-def _start_worker(number: int) -> None:
-    """Ignore the signals that ask a run to stop: the parent finishes its step first."""
-    gc.freeze()  # what was inherited stays shared with the parent and is not searched for garbage
+def _work(preprocess: Preprocess, pipe: Connection, other_end: Connection) -> None:
+    """Decode lists of files in another process, until the parent closes the pipe or ends."""
     for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.SIG_IGN)
+        signal.signal(stop, signal.SIG_IGN)  # the parent decides when the run stops
+    other_end.close()  # or this copy keeps the pipe open
+    gc.freeze()  # what was inherited stays shared with the parent and is not searched for garbage
+    while True:
+        try:
+            pipe.send(_decode_files(pipe.recv(), preprocess))
+        except (EOFError, ConnectionError):
+            return
+        except MemoryError:
+            raise SystemExit(1) from None  # the parent reports it
+
+
+@contextlib.contextmanager
+def _worker(preprocess: Preprocess) -> Iterator[tuple[multiprocessing.Process, Connection]]:
+    """Start a process that decodes lists of files, one at a time; yield it and the pipe to it."""
+    pipe, end = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=_work, args=(preprocess, end, pipe), daemon=True)
+    with end:
+        process.start()
+    # Also at exit, when Python itself would send SIGTERM, which is ignored, and wait forever.
+    kill = Finalize(None, process.kill, exitpriority=0)
+    try:
+        yield process, pipe
+    finally:
+        kill()
+        process.join()
 
 
 @dataclass(frozen=True)
@@ -108,8 +132,11 @@ class ImageFiles:
 
     def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         """Decode the images at indices (B,) for each batch: (B, C, H, W) uint8, on the device."""
-        for images, problems in self._decode([batch.tolist() for batch in batches]):
+        for pixels, problems in self._decode([batch.tolist() for batch in batches]):
             _require_readable(problems.values())
+            images = torch.from_numpy(pixels)
+            if self.device.type == "cuda":
+                images = images.pin_memory()  # without which the copy is not asynchronous
             yield images.to(self.device, non_blocking=True)
 
     def read(self) -> Tensor:
@@ -136,25 +163,31 @@ class ImageFiles:
         hidden = True if rank() else None  # None shows the bar on terminals only
         with tqdm(total=len(self), desc=what, unit="image", leave=False, disable=hidden) as bar:
             for task, (images, problems) in zip(tasks, self._decode(tasks), strict=True):
-                yield task.start, images, problems
+                yield task.start, torch.from_numpy(images), problems
                 bar.update(len(images))
 
     def _decode(self, tasks: Sequence[Sequence[int]]) -> Iterator[Decoded]:
         """Decode the files of one list after the other; workers decode the next ones meanwhile."""
-        decoding, workers = _Decoding(self.preprocess), min(self.num_workers, len(tasks))
         files = [[self.paths[index] for index in task] for task in tasks]
-        if workers == 0:
-            return map(decoding.__getitem__, files)
-        loader = DataLoader(
-            decoding,
-            sampler=files,
-            batch_size=None,  # each task is a batch already
-            num_workers=workers,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=_start_worker,
-            generator=generator(0, "loader"),  # without it the global one is advanced
-        )
-        return iter(loader)
+        if not (count := min(self.num_workers, len(tasks))):
+            yield from (_decode_files(part, self.preprocess) for part in files)
+            return
+        with contextlib.ExitStack() as stack:
+            workers = [stack.enter_context(_worker(self.preprocess)) for _ in range(count)]
+            for number in range(count + len(files)):
+                process, pipe = workers[number % count]  # they take turns
+                try:
+                    answer = pipe.recv() if number >= count else None
+                    if number < len(files):
+                        pipe.send(files[number])
+                except (EOFError, ConnectionError):
+                    process.join()
+                    raise ValueError(
+                        f"data.workers: a process ended with exit code {process.exitcode}; "
+                        "rerun the command, with fewer data.workers if memory ran out"
+                    ) from None
+                if answer:
+                    yield answer
 
 
 def _require_readable(problems: Iterable[str]) -> None:

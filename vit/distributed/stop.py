@@ -12,6 +12,7 @@ from vit.console import rank
 from vit.distributed.world import World, under_torchrun
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Stopped(BaseException):
@@ -31,7 +32,7 @@ class StopRequest:
         self._process = os.getpid()
 
     def agreed(self, world: World) -> bool:
-        """Tell whether any process was asked to stop; all processes call this after every step."""
+        """Tell whether any process was asked to stop; all processes call this between steps."""
         # A signal that arrives during the exchange counts at the next step, in all processes.
         heard = int(world.largest(torch.tensor(self.signal))) if world.size > 1 else self.signal
         self.signal = heard or self.signal
@@ -50,6 +51,19 @@ class StopRequest:
             self._deferred = False
         if self.signal:
             raise Stopped
+
+    def until(self, batches: Iterator[Batch], world: World) -> Iterator[Batch]:
+        """Yield batches until a signal arrives; a single process does not await another batch."""
+        while True:
+            try:
+                self._deferred = world.size > 1  # several save their state together, after a step
+                batch = None if self.agreed(world) else next(batches, None)
+                self._deferred = True
+            except Stopped:
+                return
+            if batch is None:
+                return
+            yield batch
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle the first signal; a second one stops the process immediately.

@@ -28,7 +28,6 @@ TRAINING_FRACTION = 0.96  # of a time budget; the rest is for validation and che
 LOGGED_IMAGES = 80  # images trained on in the time in which the attention of one is logged
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
-AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
@@ -139,8 +138,8 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     This changes the state.
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
-    if isinstance(training.images, ImageFiles):  # not those that are decoded in advance
-        ahead = step.world.agree(AHEAD * training.images.num_workers)
+    if isinstance(training.images, ImageFiles):  # not the batch that each worker has in advance
+        ahead = step.world.agree(training.images.num_workers)
         warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
     schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)
     trial = dataclasses.replace(step, schedule=schedule)

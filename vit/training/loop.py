@@ -63,8 +63,9 @@ class Loop:
         ) as bar, self.stop.deferred():  # fmt: skip
             while state.step < schedule.total_steps:
                 text = self._train_epoch(bar)
-                self._save()
-                if self.tracker is not None:
+                if state.step:
+                    self._save()
+                if text and self.tracker is not None:
                     pace = (state.seconds - before) / (state.step - first)
                     left = clock(pace * (schedule.total_steps - state.step))
                     say(f"{text}   {clock(state.seconds)}, {left} left")
@@ -83,16 +84,16 @@ class Loop:
         return Classifier(model, step.preprocess, step.classes, device, step.precision)
 
     def _train_epoch(self, bar: "tqdm[NoReturn]") -> str:
-        """Train to the end of the epoch or of the run; return what to print about the epoch."""
+        """Train to the end of the epoch or of the run; return what to print, "" after a signal."""
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
         batches = self._batches(epoch)
         if done == 0:  # a new epoch
             state.points.clear()
-        logged, since = done, 0.0
+        number, logged, since = done, done, 0.0
         training, resumed = 0.0, time.perf_counter()  # seconds without logging and evaluation
         parts = self.step.inputs(self.training).batches(world.part(batches[done:].T).T)
-        for number, (images, labels) in enumerate(parts, start=done + 1):
+        for number, (images, labels) in enumerate(self.stop.until(parts, world), start=done + 1):
             state.points.append(self.step(images, labels))
             if state.skipped_in_a_row >= self.max_skipped:
                 raise Diverged(diverged_text(state, "loss or gradient"))
@@ -105,9 +106,8 @@ class Loop:
                 logged, since = number, training
             measured = self.evaluate()
             resumed = time.perf_counter()
-            if not last and self.stop.agreed(world):
-                self._save()
-                raise Stopped
+        if number < len(batches):
+            return ""
         loss, accuracy = _mean(state.points)
         speed = schedule.batch_size * (len(batches) - done) / training
         validation = measured.get("val/accuracy")
