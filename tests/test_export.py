@@ -1,14 +1,18 @@
 """eval.py RUN export: timm, ONNX and torch.export give the same logits; what they cannot do."""
 
 import csv
+import io
 import json
 import re
 import runpy
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import onnxruntime
@@ -277,6 +281,36 @@ def programs() -> dict[str, str]:
     """The Python programs of the page, by their heading."""
     page = (Path(__file__).resolve().parent.parent / "docs/export.md").read_text()
     return dict(re.findall(r"### ([\w. ]+)\n(?:(?!###).)*?```python\n(.*?)```", page, re.DOTALL))
+
+
+def test_the_server_answers_four_clients_at_once_as_predict_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs/export.md").read_text()
+    (code,) = re.findall(r"## In a server\n.*?```python\n(.*?server)\.serve_", page, re.DOTALL)
+    save(tmp_path, {})
+    monkeypatch.setattr("http.server.BaseHTTPRequestHandler.log_message", lambda *_: None)
+    names: dict[str, Any] = {}
+    exec(code.replace('"RUN"', repr(str(tmp_path))).replace("8000", "0"), names)
+    server, classifier = names["server"], names["classifier"]
+    contents = [file.read_bytes() for file in save_files(tmp_path / "in")] * 5
+    contents = [content for content in contents if content[:3] in (b"\xff\xd8\xff", b"\x89PN")]
+    expected = [classifier.predict(Image.open(io.BytesIO(content))) for content in contents]
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+
+    def ask(content: bytes) -> Any:
+        with urlopen(url, content, timeout=100) as answer:
+            return json.load(answer)
+
+    with ThreadPoolExecutor(5) as pool, server:
+        serving = pool.submit(server.serve_forever)
+        try:
+            assert [*pool.map(ask, contents)] == [pytest.approx(each) for each in expected]
+            with pytest.raises(HTTPError, match="400"):
+                ask(b"%!PS-Adobe-3.0 EPSF-3.0")
+        finally:
+            server.shutdown()
+        serving.result()
 
 
 @pytest.mark.slow
