@@ -1,5 +1,7 @@
 """What training prints when it starts and ends."""
 
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,17 @@ def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
         result = report(logits, torch.tensor(labels), ("a", "b"))
         text = end_text(Path("runs/x"), result, 1.0, has_maps=True, variant="dot")
         assert ("balanced accuracy 100.00%, loss" in text) == expected
+
+
+def test_suggested_commands_can_be_copied_into_a_shell(tmp_path: Path) -> None:
+    result = report(torch.eye(2), torch.tensor([0, 1]), ("a", "b"))
+    run, variant = tmp_path / "two words; $HOME & 'more'", "my file.py:Mine"
+    text = end_text(run, result, 1.0, has_maps=True, variant=variant)
+    commands = [line[9:] for line in text[text.index("next ") :].splitlines()]
+    script = "\n".join(command.replace("python", "printf '%s\\n'", 1) for command in commands[:2])
+    script = script.replace("vit-eval", "printf '%s\\n' vit-eval")
+    words = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert [word for word in words.splitlines() if word not in ("eval.py", "vit-eval")] == [
+        str(run), "--model.attention", variant, str(run), "maps", "--model.attention", variant,
+    ]  # fmt: skip
+    assert shlex.split(commands[2])[2] == str(tmp_path)

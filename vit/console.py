@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -52,6 +53,11 @@ def counted(count: float, noun: str, form: str = "") -> str:
 def printable(text: object) -> str:
     """Return text as one line that cannot control a terminal, wherever it comes from."""
     return _escaped(" ".join(str(text).split()))
+
+
+def argument(text: object) -> str:
+    """Return text as one argument of a command that can be copied into a shell."""
+    return shlex.quote(printable(text))
 
 
 def _escaped(line: str) -> str:

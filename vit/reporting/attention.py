@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.console import counted, printable, say
+from vit.console import argument, counted, printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
@@ -55,7 +55,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
     say(
         f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "
         f"to {printable(folder)}/\nsee these images in the Attention tab of TensorBoard: "
-        f"tensorboard --logdir {printable(folder)}"
+        f"tensorboard --logdir {argument(folder)}"
     )
     unless_given = 0 if options.indices else 500
     count = min(unless_given if options.faithfulness is None else options.faithfulness, len(test))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from vit.console import program
+from vit.console import argument, program
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.folder import (
     CONFIG_FILE,
@@ -53,9 +53,10 @@ def check_run(
         return None
     if (run / MODEL_FILE).exists():
         raise ValueError(
-            f"out: {run} contains a finished run; evaluate it with `{program('eval')} {run}`, "
-            f"train its weights further with --model.pretrained {run} and another --out, or delete "
-            "it and start over with --overwrite"
+            f"out: {run} contains a finished run; evaluate it with "
+            f"`{program('eval')} {argument(run)}`, train its weights further with "
+            f"--model.pretrained {argument(run)} and another --out, or delete it and start over "
+            "with --overwrite"
         )
     newest, stored = latest_checkpoint(run), stored_config(run)
     if newest is None or stored is None:  # it was stopped before the first checkpoint

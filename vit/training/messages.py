@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vit.console import counted, printable, program
+from vit.console import argument, counted, printable, program
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.sampling import describe_counts
@@ -88,7 +88,7 @@ def _model_text(model: ModelConfig, step: TrainingStep) -> str:
 def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
     """Describe the length of a run: steps, images in each, and epochs."""
     schedule, state, minutes = step.schedule, step.state, config.train.budget_minutes
-    batch = f"{schedule.batch_size} images each"
+    batch = f"{counted(schedule.batch_size, 'image')} each"
     if schedule.batch_size < config.train.batch_size and config.data.balance != "sampler":
         again = schedule.batch_size * schedule.steps_per_epoch - num_images
         twice = f", {again} of them twice" if again else ""
@@ -107,10 +107,10 @@ def end_text(
     run: Path, result: dict[str, Any], seconds: float, has_maps: bool, variant: str
 ) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
-    run = Path(printable(run))
-    flag = f" --model.attention {variant}" if ".py:" in variant else ""
+    flag = f" --model.attention {argument(variant)}" if ".py:" in variant else ""
+    command = f"{program('eval')} {argument(run)}"
     low, high = result["accuracy_95"]
-    attention = f"         {program('eval')} {run} maps{flag}\n" if has_maps else ""
+    attention = f"         {command} maps{flag}\n" if has_maps else ""
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
@@ -118,9 +118,9 @@ def end_text(
         f"(95% interval {low:.2%} to {high:.2%}), "
         f"{balanced}loss {result['loss']:.4f}\n"
         f"time     {clock(seconds)} of training\n"
-        f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
-        f"{run / EVAL_FOLDER / PREDICTIONS_FILE}, {run / EVAL_FOLDER}/*.png\n"
-        f"next     {program('eval')} {run}{flag}\n"
+        f"wrote    {printable(run / MODEL_FILE)}, {printable(run / EVAL_FOLDER / REPORT_FILE)}, "
+        f"{printable(run / EVAL_FOLDER / PREDICTIONS_FILE)}, {printable(run / EVAL_FOLDER)}/*.png\n"
+        f"next     {command}{flag}\n"
         f"{attention}"
         f"         {tensorboard_command(run)}"
     )
@@ -145,7 +145,7 @@ def diverged_text(state: TrainState, what: str) -> str:
 
 def tensorboard_command(run: Path) -> str:
     """Return the command that shows a run and its neighbours with all their images."""
-    return f"tensorboard --logdir {printable(run.parent)} --samples_per_plugin images=1000"
+    return f"tensorboard --logdir {argument(run.parent)} --samples_per_plugin images=1000"
 
 
 def clock(seconds: float) -> str:
