@@ -8,11 +8,11 @@ from torch import nn
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
+from vit.config import Config
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
-from vit.training.config import Config
 
 Model = TypeVar("Model", bound=nn.Module)
 

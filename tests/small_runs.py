@@ -18,6 +18,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.scale.soak import differences, left_behind
+from vit.config import Config, to_dict
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
@@ -28,7 +29,6 @@ from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.build import build_step
-from vit.training.config import Config, to_dict
 from vit.training.loop import Loop
 from vit.training.start import Run
 from vit.training.state import TrainState, build_state

@@ -20,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from models import PLAIN
 from small_runs import load, make_loop, small
 from vit.classifier import Classifier
+from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
@@ -27,13 +28,13 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.importance import as_grid
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.lens import logit_lens
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model, save_model
-from vit.registry import ALL_KINDS
 from vit.reporting import attention_records as module
 from vit.reporting.attention import explain_run
 from vit.reporting.attention_logging import AttentionLogging, attention_logging
@@ -43,7 +44,6 @@ from vit.reporting.heads import measure_groups
 from vit.tensorboard_plugin import add_attention
 from vit.tensorboard_plugin.encoding import LIVE_TAG, LIVE_WEIGHTS_TAG, decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG, Record
-from vit.training.config import Config
 
 IMAGES = load("shapes", ".", train=False, count=60)
 SHAPES = IMAGES.select(torch.arange(5))

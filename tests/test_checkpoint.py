@@ -14,6 +14,7 @@ import torch
 
 from small_runs import Payload
 from vit.classifier import Classifier, build_model
+from vit.config import Config, to_dict
 from vit.data.preprocess import Preprocess
 from vit.files import seal
 from vit.model_file import load_model, save_model
@@ -25,7 +26,6 @@ from vit.run.checkpoint import (
     save_checkpoint,
 )
 from vit.run.sharded import finish_writing, read_state
-from vit.training.config import Config, to_dict
 
 CLASSES = ("cat", "dog", "frog")
 PREPROCESS = Preprocess((32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bilinear")

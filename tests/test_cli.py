@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from command_line import Parse, answer, help_of, refused
 from vit.cli import parse_eval, parse_train, user_errors
+from vit.config import Config, to_dict
 from vit.console import counted
+from vit.explain.kinds import ALL_KINDS
 from vit.model.config import ModelConfig
 from vit.recipes import RECIPES
-from vit.registry import ALL_KINDS
 from vit.reporting.config import (
     COMMANDS,
     CompareConfig,
@@ -34,7 +35,6 @@ from vit.reporting.config import (
 )
 from vit.settings import changed_keys, keys
 from vit.training.checks import check_config
-from vit.training.config import Config, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from command_line import Call
+from vit.config import Config
 from vit.console import note, printable, say
 from vit.reporting.tables import _columns, markdown, markdown_table, text_table
-from vit.training.config import Config
 from vit.training.train import train
 
 CLASSES = (

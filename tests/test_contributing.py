@@ -16,7 +16,9 @@ import pytest
 import torch.optim
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from vit.registry import ALL_KINDS, DATASETS, OPTIMIZERS
+from vit.config import OPTIMIZERS
+from vit.data.specs import DATASETS
+from vit.explain.kinds import ALL_KINDS
 from vit.tensorboard_plugin.encoding import decode_details
 
 ROOT = Path(__file__).resolve().parent.parent

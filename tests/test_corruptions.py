@@ -18,8 +18,8 @@ from torch import Tensor
 from models import grey_classifier
 from vit.data.corruptions import corrupt, parameters
 from vit.data.images import ImageSet
+from vit.data.severities import CORRUPTIONS
 from vit.evaluation import wilson_interval
-from vit.registry import CORRUPTIONS
 from vit.reporting.config import CompareConfig, ReportConfig
 from vit.reporting.corruptions import (
     SEVERITIES,

@@ -15,7 +15,7 @@ from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.sampling import held_out
 from vit.data.shapes import KINDS, draw_shapes
-from vit.registry import DATASETS
+from vit.data.specs import DATASETS
 
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}

@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from small_runs import metrics, small
+from vit.config import OPTIMIZERS, Config
 from vit.model_file import load_model
-from vit.registry import OPTIMIZERS
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig
-from vit.training.config import Config
 from vit.training.train import train
 
 DEVICE = torch.device("meta")  # the other device for which torch needs no driver

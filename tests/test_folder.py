@@ -13,6 +13,7 @@ from PIL import Image
 
 from small_runs import load, small
 from vit.cli import parse_train
+from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.datasets import load_training
 from vit.data.folder import list_folder
@@ -22,7 +23,6 @@ from vit.data.photos import find_photos
 from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
 from vit.reporting.report import evaluate_run
-from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.train import train
 

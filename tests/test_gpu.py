@@ -12,12 +12,12 @@ from torch import Tensor
 from small_runs import ROOT, assert_same, command, make_loop, small
 from vit.classifier import build_model
 from vit.cli import parse_train
+from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
-from vit.training.config import Config
 from vit.training.step import TrainingStep
 from vit.training.train import train
 

@@ -19,6 +19,7 @@ import torch
 from models import save_untrained
 from small_runs import make_loop, small
 from vit.calibration import Calibration
+from vit.config import to_dict
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
@@ -31,7 +32,6 @@ from vit.run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from vit.run.folder import stored_config
 from vit.run.resume import check_run
 from vit.run.sharded import SUMS_FILE
-from vit.training.config import to_dict
 
 DEEP: Any = []
 for _ in range(300):

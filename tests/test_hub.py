@@ -21,13 +21,13 @@ from torch.testing import assert_close
 
 import vit
 from small_runs import load
+from vit.config import Config, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.evaluation import report
 from vit.model_file import BUNDLED, load_model
 from vit.reporting.model_card import model_card, write_hub
 from vit.reporting.tables import metrics_table
-from vit.training.config import Config, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0" * 40

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small, watch_updates
 from vit.classifier import Classifier
+from vit.config import Config
 from vit.distributed.stop import Diverged, Stopped
 from vit.distributed.world import World
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
-from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from small_runs import begin, small
+from vit.config import Config, to_dict
 from vit.evaluation import report
 from vit.training.build import build_step
-from vit.training.config import Config, to_dict
 from vit.training.messages import end_text, start_text
 from vit.training.train import load_data
 

@@ -7,8 +7,8 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from models import PLAIN
+from vit.config import OptimConfig
 from vit.model.vit import VisionTransformer
-from vit.training.config import OptimConfig
 from vit.training.optim import build_optimizers
 
 BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")

@@ -175,7 +175,7 @@ def test_lock_holds_every_pin_with_hashes(lock: str) -> None:
 SLOW = {"torch._dynamo", "torchvision", "timm", "sklearn", "sympy", "triton"}
 CHECK = f"""
 import sys
-import vit.training.config, vit.reporting.config, vit.cli
+import vit.config, vit.reporting.config, vit.cli
 print("config", *({{"torch", "matplotlib", "tensorboard", *{SLOW}}} & sys.modules.keys()))
 import vit.reporting.predictions
 print("photo", *({{"matplotlib.figure", "tensorboard", *{SLOW}}} & sys.modules.keys()))

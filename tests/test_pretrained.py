@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from models import randomize, save_untrained
 from small_runs import Payload, assert_same, begin, small
 from vit.classifier import build_model
+from vit.config import Config, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
@@ -40,7 +41,6 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
 from vit.training.checks import check_config
-from vit.training.config import Config, to_dict
 from vit.training.train import load_data, train
 
 ARCHITECTURES = (

@@ -28,7 +28,7 @@ from small_runs import load
 from vit.data import published
 from vit.data.config import DataConfig
 from vit.data.datasets import load_training, open_images
-from vit.registry import DATASETS
+from vit.data.specs import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
 CLASSES = ("low", "middle", "high")

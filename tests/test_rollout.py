@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from models import PLAIN
 from vit.explain import statistics
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.maps import MAP_KINDS, attention_maps, readout_of
 from vit.explain.rollout import (
     attention_rollout,
@@ -23,7 +24,6 @@ from vit.explain.rollout import (
     raw_attention,
 )
 from vit.model.vit import VisionTransformer
-from vit.registry import ALL_KINDS
 from vit.tensorboard_plugin.records import Statistics
 
 ROLLOUTS = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
+from vit.config import Config, to_dict
 from vit.run.checkpoint import Checkpoint, save_checkpoint
 from vit.run.folder import LOCK_FILE, lock_run, prepare_run
 from vit.run.resume import check_run
-from vit.training.config import Config, to_dict
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from small_runs import UNIFORM, StopAt, load, make_step, small
+from vit.config import Config, StoredConfig
 from vit.distributed.shard import replicate, shards, to_full
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
@@ -28,7 +29,6 @@ from vit.run.checkpoint import (
 from vit.run.sharded import STATE_FILE, SUMS_FILE
 from vit.settings import parse
 from vit.training.compile import missing_tool
-from vit.training.config import Config, StoredConfig
 from vit.training.loop import Loop
 from vit.training.step import TrainingStep
 from worlds import in_world, keep_losses, loop_of, with_parallel

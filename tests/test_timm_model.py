@@ -14,6 +14,7 @@ from models import PLAIN, randomize
 from small_runs import metrics
 from vit.classifier import build_model
 from vit.cli import parse_train
+from vit.config import Config, OptimConfig, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
@@ -24,7 +25,6 @@ from vit.reporting.config import MapsConfig, PhotoConfig, ReportConfig
 from vit.reporting.predictions import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config
-from vit.training.config import Config, OptimConfig, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.train import train
 

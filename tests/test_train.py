@@ -29,6 +29,7 @@ from small_runs import (
     stamps,
     watch_updates,
 )
+from vit.config import Config
 from vit.data import datasets
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
@@ -44,7 +45,6 @@ from vit.run.folder import prepare_run
 from vit.run.tracker import milestones
 from vit.training import train as trainer
 from vit.training.build import TIMED_STEPS, WARMUP_STEPS
-from vit.training.config import Config
 from vit.training.start import explained
 from vit.training.train import train
 

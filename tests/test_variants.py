@@ -22,8 +22,10 @@ from models import PLAIN, randomize
 from small_runs import UNIFORM, small
 from vit.classifier import Classifier
 from vit.cli import eval_main, train_main
+from vit.config import Config, OptimConfig, to_dict
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.lrp import propagate, token_relevance
 from vit.explain.maps import MAP_KINDS
 from vit.explain.statistics import attention_entropy, sink_mass
@@ -33,12 +35,10 @@ from vit.model.config import ModelConfig
 from vit.model.variants import ATTENTION, check_attention, find_attention, load_attention
 from vit.model.vit import VisionTransformer
 from vit.model_file import load
-from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
 from vit.run.checkpoint import checkpoint_paths, read_checkpoint, save_checkpoint
 from vit.training.checks import check_config
-from vit.training.config import Config, OptimConfig, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.train import train
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from small_runs import CPU, make_loop
+from vit.config import Config
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, World, join_world
-from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.train import train
 

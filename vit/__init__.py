@@ -8,6 +8,7 @@ import importlib
 TYPE_CHECKING = False  # as in typing, whose import takes longest of all here
 if TYPE_CHECKING:
     from vit.classifier import Classifier as Classifier
+    from vit.config import Config as Config
     from vit.explain.rollout import attention_rollout as attention_rollout
     from vit.model.attention import MultiHeadSelfAttention as MultiHeadSelfAttention
     from vit.model.attention import causal_mask as causal_mask
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
     from vit.model.variants import load_attention as load_attention
     from vit.model.vit import VisionTransformer as VisionTransformer
     from vit.model_file import load as load
-    from vit.training.config import Config as Config
     from vit.training.train import train as train
 
 __version__ = "1.0.1"
 
 _MODULES = {
     "Classifier": "vit.classifier",
-    "Config": "vit.training.config",
+    "Config": "vit.config",
     "load": "vit.model_file",
     "train": "vit.training.train",
     "attention_rollout": "vit.explain.rollout",

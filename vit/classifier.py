@@ -18,13 +18,13 @@ from vit.calibration import Calibration
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
+from vit.explain.kinds import ALL_KINDS
 from vit.hardware import autocast, describe
 from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
 from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
-from vit.registry import ALL_KINDS
 from vit.settings import require
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Classifier:
 
         Args:
             images: The images, on any device.
-            kinds: Kinds of map, keys of `vit.registry.ALL_KINDS`.
+            kinds: Kinds of map, keys of `vit.explain.kinds.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
             precision: Precision of the forward pass.
@@ -252,7 +252,7 @@ class Classifier:
 
         Args:
             photos: One photo or a list.
-            kinds: One kind of map or several, keys of `vit.registry.ALL_KINDS`.
+            kinds: One kind of map or several, keys of `vit.explain.kinds.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
 
         Raises:

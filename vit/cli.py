@@ -22,11 +22,11 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
+from vit.config import Config, to_dict
 from vit.console import is_out_of_memory, printable, program, rank, say
 from vit.recipes import compose, read_config
 from vit.reporting.config import COMMANDS
 from vit.settings import ImageSize, keys, read_yaml, shorten, suggest, unknown
-from vit.training.config import Config, to_dict
 
 # What train.py is told beside the config.
 SWITCHES = {

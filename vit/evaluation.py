@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.classifier import Classifier
+from vit.config import Config
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import Z, mean_interval
 from vit.hardware import autocast
 from vit.seeding import generator
-from vit.training.config import Config
 
 if TYPE_CHECKING:  # it imports tensorboard
     from vit.run.tracker import Logged
@@ -31,8 +31,13 @@ RESAMPLES = 1000  # of the bootstrap
 class Evaluator(Protocol):
     """Measures or draws something at certain steps during training."""
 
-    name: str  # what it does, for messages
-    steps: Container[int]  # optimizer steps after which it runs; 0 is the untrained model
+    @property
+    def name(self) -> str:
+        """What it does, for messages."""
+
+    @property
+    def steps(self) -> Container[int]:
+        """Optimizer steps after which it runs; 0 is the untrained model."""
 
     def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield tags with numbers, pictures (height, width, 3) uint8, or summaries."""
@@ -40,7 +45,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """What an evaluator is made from when a run begins, see `vit.registry.EVALUATORS`."""
+    """What an evaluator is made from when a run begins, see `vit.training.train.EVALUATORS`."""
 
     config: Config
     model: nn.Module  # in evaluation mode; the weights may change

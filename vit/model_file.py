@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
+from vit.config import Config, StoredConfig
 from vit.console import printable, warn
 from vit.data.preprocess import Preprocess
 from vit.files import require_file, unseal, write_atomically
@@ -39,7 +40,6 @@ from vit.run.checkpoint import (
 )
 from vit.run.folder import MODEL_FILE
 from vit.settings import ClassNames, Steps, Text, group, parse, shorten, suggest
-from vit.training.config import Config, StoredConfig
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
 METADATA_KEY = "vit"  # in the file's metadata: config, preprocessing, classes and step as JSON

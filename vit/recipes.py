@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from vit.config import Config, TrainConfig, translated
 from vit.data.config import DataConfig
 from vit.data.layout import check_stored, recognize
 from vit.settings import read_yaml, require, shorten, suggest
-from vit.training.config import Config, TrainConfig, translated
 
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
 _CODE = Path(__file__).resolve().parent

@@ -18,8 +18,8 @@ from benchmarks.maps.filling import FILLINGS, make_filling
 from benchmarks.tables import markdown, plus_minus
 from vit.cli import user_errors
 from vit.data.sampling import balanced_subset
+from vit.explain.kinds import ALL_KINDS
 from vit.model_file import SavedModel, load_model
-from vit.registry import ALL_KINDS
 from vit.reporting.config import MapsConfig
 from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import BASELINES, METRICS, Table, score_maps

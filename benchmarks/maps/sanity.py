@@ -45,9 +45,9 @@ from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset, epoch_batches
 from vit.explain.faithfulness import mean_interval
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model_file import SavedModel, load_model
-from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_test
 from vit.seeding import fold_in, generator
 from vit.training.build import build_step

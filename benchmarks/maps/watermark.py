@@ -36,8 +36,8 @@ from vit.data.shapes import KINDS, draw_shapes
 from vit.explain.canvas import Panel, overlay, table
 from vit.explain.colours import as_pixels, bar_of
 from vit.explain.faithfulness import mean_interval, pointing_game, to_patches
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.maps import MAP_KINDS
-from vit.registry import ALL_KINDS
 from vit.run.folder import MODEL_FILE
 from vit.seeding import fold_in, generator
 from vit.training.train import train

@@ -44,9 +44,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
+from vit.config import Config, to_dict
 from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.run.sharded import read_whole
-from vit.training.config import Config, to_dict
 from vit.training.train import train
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"

@@ -41,10 +41,10 @@ from benchmarks.speed.train_step import (
 )
 from benchmarks.timing import take_turns, timed
 from vit.cli import parse_train
+from vit.config import Config
+from vit.data.specs import DATASETS
 from vit.hardware import choose_device, describe
 from vit.model.config import PATCH_SIZE
-from vit.registry import DATASETS
-from vit.training.config import Config
 
 CONFIGS = ("configs/cifar10.yaml", "configs/cifar10_fast.yaml", "configs/cifar10_paper.yaml")
 

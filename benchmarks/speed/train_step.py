@@ -33,13 +33,13 @@ from torch import Tensor, nn
 
 from benchmarks.timing import Clock, take_turns, timed
 from vit.cli import parse_train
+from vit.config import Config
 from vit.data.images import ImageSet
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.parallel import on_cores
 from vit.training.build import build_step, mean_step_seconds
 from vit.training.compile import compiled as compile_model
-from vit.training.config import Config
 from vit.training.start import Run
 from vit.training.step import TrainingStep
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from vit import settings
-from vit.registry import DATASETS, DatasetSpec
+from vit.data.specs import DATASETS, DatasetSpec
 
 STRONGEST = 30  # magnitude of RandAugment
 

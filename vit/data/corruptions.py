@@ -1,8 +1,8 @@
 """The 15 corruptions of ImageNet-C (arXiv 1903.12261), for any image size and number of channels.
 
 Each function takes an image (C, H, W) of 0 to 1, a generator of random numbers, and the parameters
-of its entry in `vit.registry.CORRUPTIONS`. All but frost, which is drawn rather than cut out of
-photos, follow the published generators. SciPy is an optional package.
+of its entry in `vit.data.severities`. All but frost, which is drawn rather than cut out of photos,
+follow the published generators. SciPy is an optional package.
 
 Shapes: B images, C channels, H height, W width.
 """
@@ -21,7 +21,7 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from vit.registry import CORRUPTIONS
+from vit.data.severities import CORRUPTIONS
 from vit.seeding import fold_in
 
 Random: TypeAlias = np.random.Generator

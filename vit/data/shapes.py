@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
-from vit.registry import DATASETS
+from vit.data.specs import DATASETS
 from vit.seeding import fold_in
 
 SIZE = DATASETS["shapes"].image_size[0]  # height and width of an image, pixels

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vit.data.severities import CORRUPTIONS
 from vit.explain.canvas import DPI, font_file, shorten
-from vit.registry import CORRUPTIONS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

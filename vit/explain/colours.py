@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vit.registry import ALL_KINDS
+from vit.explain.kinds import ALL_KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Maps of an image, of any of the kinds in `vit.registry`.
+"""Maps of an image, of any of the kinds in `vit.explain.kinds`.
 
 Shapes: L layers, B batch, H heads, N tokens (prefix, then patches), P patches, C classes.
 """
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.lrp import propagate, smooth, token_relevance
 from vit.explain.rollout import HeadFusion, Readout, attention_gradients, attention_rollout
 from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
-from vit.registry import ALL_KINDS
 
 MAP_KINDS = {kind: entry for kind, entry in ALL_KINDS.items() if entry.default}
 
@@ -49,8 +49,8 @@ def map_of(
 ) -> Tensor:
     """Compute a map (B, rows, columns) float32 from what its kind needs, in the unit of its kind.
 
-    That is what the function of the kind takes, see `vit.registry.MapKind`. Options are passed to
-    those kinds that take any.
+    That is what the function of the kind takes, see `vit.explain.kinds`. Options are passed to the
+    kinds that take any.
     """
     entry = ALL_KINDS[kind]
     keywords = dict(options) if entry.options else {}
@@ -113,7 +113,7 @@ def attention_maps(
 
     Returns:
         Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
-        the units of their kind, see `vit.registry.MapKind`; (B, height, width) for "lrp_pixels".
+        the units of their kind, see `vit.explain.kinds`; (B, height, width) for "lrp_pixels".
 
     Raises:
         ValueError: A kind is unknown, an option is out of range, a side of the images is not a

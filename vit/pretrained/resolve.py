@@ -6,6 +6,7 @@
 import dataclasses
 from pathlib import Path
 
+from vit.config import Config
 from vit.data.preprocess import Preprocess
 from vit.model.config import TIMM
 from vit.pretrained.adapt import Pretrained, fit
@@ -13,7 +14,6 @@ from vit.pretrained.architecture import adopt, settings_of_config
 from vit.pretrained.sources import LOCAL, find_source
 from vit.run.checkpoint import Checkpoint, checkpoint_paths
 from vit.run.folder import stored_config
-from vit.training.config import Config
 
 
 def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrained | None]:

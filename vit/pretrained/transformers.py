@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vit.config import Config
 from vit.console import warn
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
@@ -24,7 +25,6 @@ from vit.model.timm_model import NORM_EPS
 from vit.model_file import ModelMetadata
 from vit.pretrained.adapt import Pretrained, fit
 from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
-from vit.training.config import Config
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
 # What config.json leaves out where SigLIP has its defaults.

@@ -14,12 +14,12 @@ from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
 from vit.explain.figures import attention_picture, captions_of, features_picture
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.maps import MAP_KINDS, readout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
-from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, read_frames
 from vit.reporting.config import MapsConfig
 from vit.reporting.live import add_live

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from vit import settings
-from vit.registry import ALL_KINDS
+from vit.explain.kinds import ALL_KINDS
 
 MapKindName: TypeAlias = Literal[*ALL_KINDS]  # type: ignore[valid-type]
 

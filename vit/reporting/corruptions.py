@@ -17,6 +17,7 @@ from tqdm import tqdm
 from vit.classifier import PART, Classifier
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
+from vit.data.severities import CORRUPTIONS
 from vit.evaluation import average, fraction, interval_of_mean
 from vit.explain.charts import corruption_chart
 from vit.explain.faithfulness import Z
@@ -24,7 +25,6 @@ from vit.explain.figures import corruption_picture
 from vit.files import require_file, write_atomically
 from vit.model_file import SavedModel
 from vit.parallel import map_on_cores
-from vit.registry import CORRUPTIONS
 from vit.reporting.config import CompareConfig, ReportConfig
 from vit.reporting.tables import Part, markdown_table, text_table, with_interval
 from vit.run.folder import CORRUPTIONS_FILE

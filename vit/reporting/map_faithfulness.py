@@ -19,8 +19,8 @@ from vit.explain.faithfulness import (
     pointing_game,
     to_patches,
 )
+from vit.explain.kinds import ALL_KINDS
 from vit.model.attention_model import require_attention
-from vit.registry import ALL_KINDS
 from vit.reporting.tables import text_table
 
 BASELINES = {"random": "random", "centred": "centred Gaussian"}
@@ -45,7 +45,7 @@ def measure_maps(
 ) -> Table:
     """Measure the faithfulness of kinds of map for the predicted class, see `score_maps`.
 
-    The kinds are keys of `vit.registry.ALL_KINDS`; options are those of `attention_rollout`.
+    The kinds are keys of `vit.explain.kinds.ALL_KINDS`; options are those of `attention_rollout`.
     """
     logits, maps = classifier.maps(
         images.pixels(), kinds, precision=classifier.precision, batch_size=batch_size, **rollout

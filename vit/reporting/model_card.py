@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from vit.config import Config, to_dict
 from vit.console import printable, say
 from vit.files import write_atomically, write_json
 from vit.hub import HUB
@@ -17,7 +18,6 @@ from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
 from vit.reporting.tables import markdown, metrics_table, read_report
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
-from vit.training.config import Config, to_dict
 
 LIBRARY = "vit-from-scratch"
 CARD = """---

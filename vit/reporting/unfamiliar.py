@@ -19,11 +19,11 @@ from vit.data.images import ImageSet
 from vit.data.layout import recognize
 from vit.data.photos import find_photos
 from vit.data.sampling import balanced_subset
+from vit.data.specs import DATASETS
 from vit.data.stream import ImageFiles
 from vit.evaluation import bootstrap
 from vit.explain.charts import scores_picture
 from vit.model_file import SavedModel
-from vit.registry import DATASETS
 from vit.reporting.config import ReportConfig
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator

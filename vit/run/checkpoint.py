@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, with_config
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
+from vit.config import StoredConfig, to_dict
 from vit.console import warn
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import is_sharded
@@ -25,7 +26,6 @@ from vit.distributed.world import World
 from vit.files import require_file, seal, unseal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
 from vit.settings import CHECKED, LARGE, ClassNames, Steps, Text, group, parse
-from vit.training.config import StoredConfig, to_dict
 
 CHECKPOINT_FOLDER = "checkpoints"
 FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders

@@ -9,14 +9,14 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from vit.config import Config, StoredConfig, to_dict
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
+from vit.explain.kinds import ALL_KINDS
 from vit.files import inside, require_file, write_atomically, write_table
-from vit.registry import ALL_KINDS
 from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN
 from vit.run.sharded import delete
 from vit.settings import changed_keys, parse, read_yaml
-from vit.training.config import Config, StoredConfig, to_dict
 
 CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.safetensors"

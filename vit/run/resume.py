@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from vit.config import Config, to_dict
 from vit.console import argument, program
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.folder import (
@@ -15,7 +16,6 @@ from vit.run.folder import (
     written_files,
 )
 from vit.settings import changed_keys
-from vit.training.config import Config, to_dict
 
 # Settings that must not change when a run is resumed.
 FIXED = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vit.registry import ALL_KINDS
+from vit.explain.kinds import ALL_KINDS
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import (
     FRAMES_TAG,
@@ -82,7 +82,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         labels: (B,) indices of the true classes.
         logits: (B, C), for the predictions.
         maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention;
-            those that `vit.registry.ALL_KINDS` has as signed are so, in units of the mean of
+            those that `vit.explain.kinds.ALL_KINDS` has as signed are so, in units of the mean of
             their absolute values. None computes attention rollout.
         tokens: Outputs of the layers, (L, B, N, D), for the view Features; its principal components
             are those of these images.

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vit.registry import OPTIMIZERS
-from vit.training.config import OptimConfig
+from vit.config import OPTIMIZERS, OptimConfig
 from vit.training.muon import Muon
 
 
@@ -28,7 +27,7 @@ def build_optimizers(
     weight decay. With "muon", `Muon` updates the weight matrices of the encoder blocks (queries,
     keys and values as separate matrices) and the kernels of the stem, and AdamW (arXiv 1711.05101)
     everything else, including depthwise kernels and the head. Without, one optimizer, see
-    `vit.registry.OPTIMIZERS`, updates all parameters. Parameters that need no gradient are left
+    `vit.config.OPTIMIZERS`, updates all parameters. Parameters that need no gradient are left
     out. With layer_decay, each optimizer has groups for each layer, see `lr_scales`.
 
     Returns:

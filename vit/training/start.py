@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vit.config import Config
 from vit.console import is_out_of_memory, note
 from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
@@ -23,7 +24,6 @@ from vit.run.checkpoint import Checkpoint, checkpoint_steps
 from vit.run.folder import lock_run, stored_config
 from vit.run.resume import check_run
 from vit.training.checks import check_processes
-from vit.training.config import Config
 
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 

@@ -8,23 +8,24 @@ bit identical to an uninterrupted one; on a GPU, up to the order in which kernel
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import yaml
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier
+from vit.config import Config, to_dict
 from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
-from vit.evaluation import Evaluator, Setup, evaluate
+from vit.evaluation import Evaluator, Setup, Validation, evaluate
 from vit.model.variants import load_attention
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
-from vit.registry import EVALUATORS, REPORT
+from vit.reporting.attention_logging import attention_logging
+from vit.reporting.report import write_report
 from vit.run.checkpoint import save_state
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, write_split
 from vit.run.tracker import Tracker
@@ -32,12 +33,18 @@ from vit.settings import flatten
 from vit.training.build import build_step
 from vit.training.checks import check_config
 from vit.training.compile import evaluating
-from vit.training.config import Config, to_dict
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
 from vit.training.start import Run, start_run
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
+
+# What is measured and drawn during training: functions of a `Setup` that return an `Evaluator`, or
+# None where there is nothing to do.
+EVALUATORS: tuple[Callable[[Setup], Evaluator | None], ...] = (
+    Validation,
+    attention_logging,
+)
 
 
 def train(
@@ -142,8 +149,7 @@ def build_loop(
         config, step.state.structure(), run.preprocess, training, held_out,
         epochs | {schedule.total_steps}, schedule.total_steps,
     )  # fmt: skip
-    made = [resolve_name(f"vit.{name}")(setup) for name in EVALUATORS.values()]
-    evaluators: list[Evaluator] = [evaluator for evaluator in made if evaluator is not None]
+    evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
     about: dict[str, Any] = {
         "config": to_dict(config),
         "preprocess": step.preprocess.to_dict(),
@@ -186,9 +192,7 @@ def finish_run(
             f"data.root: files in {config.data.root} were added, deleted or renamed during "
             "training, so test images may have been trained on; restore them and rerun the command"
         )
-    result: dict[str, Any] = resolve_name(f"vit.{REPORT}")(
-        classifier, test, folder / EVAL_FOLDER, step=state.step
-    )
+    result = write_report(classifier, test, folder / EVAL_FOLDER, step=state.step)
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
     # A run killed here writes them again, as the same point.
     tracker.scalars(state.step, values, tensorboard_only=True)

@@ -1,4 +1,4 @@
-"""Settings of training, and the whole config of a run; imported without torch.
+"""The config of a run, of the settings of its parts; imported without torch.
 
 A value that is not allowed raises ValueError with one line, in Python as on the command line. What
 depends on the model is left to `vit.training.checks`.
@@ -13,7 +13,21 @@ from pydantic import BeforeValidator, Field
 from vit import settings
 from vit.data.config import AugmentConfig, DataConfig
 from vit.model.config import ModelConfig
-from vit.registry import OPTIMIZERS
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer."""
+
+    name: str  # of a class in torch.optim, which takes parameter groups and `lr`
+    arguments: dict[str, Any] = field(default_factory=dict)  # its other arguments
+    muon: bool = False  # whether Muon replaces it for the weight matrices of the encoder blocks
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerSpec("AdamW", {"fused": True}),
+    "muon": OptimizerSpec("AdamW", {"fused": True}, muon=True),
+}
 
 OptimizerName: TypeAlias = Literal[*OPTIMIZERS]  # type: ignore[valid-type]
 

@@ -1,0 +1,66 @@
+"""The data sets that `data.name` may name; imported without torch.
+
+A data set names its reader, which is found when images are opened. CONTRIBUTING.md shows how to add
+one.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A data set: how it is read, and what a model depends on."""
+
+    image_size: tuple[int, int]  # height and width, in pixels
+    mean: tuple[float, ...]  # of each channel, 0 to 1
+    std: tuple[float, ...]  # standard deviation of each channel, 0 to 1
+    # The function in `vit.data` that takes a `DataConfig` and whether to find training rather than
+    # test images, and returns a `vit.data.images.ImageSet`.
+    reader: str
+    # Files of a user, with any number of channels; all other data sets are grey or RGB.
+    own_files: bool = False
+    drawn: bool = False  # the reader then also takes how many images, or None
+    test_included: bool = False  # reading the training images shows that test images can be read
+    files: str = ""  # pattern of what is in data.root once the set is downloaded; "" for no files
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels."""
+        return len(self.mean)
+
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+# Means and standard deviations are those of the training images. Image files of any size are
+# normalized like ImageNet, so that a model file does not depend on the folder it was trained on,
+# and weights trained on ImageNet fit. 64 pixels let a CPU train on photos from scratch.
+DATASETS = {
+    "cifar10": DatasetSpec(
+        (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+        "published:cifar10", files="cifar-10-*",
+    ),
+    "cifar100": DatasetSpec(
+        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
+        "published:cifar100", test_included=True, files="cifar-100-*",
+    ),
+    "shapes": DatasetSpec(
+        (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "shapes:read_shapes",
+        drawn=True, test_included=True,
+    ),
+    "folder": DatasetSpec((32, 32), *IMAGENET, "folder:list_folder", own_files=True),
+    "shards": DatasetSpec((32, 32), *IMAGENET, "shards:list_shards", own_files=True),
+    "table": DatasetSpec((32, 32), *IMAGENET, "table:list_table", own_files=True),
+    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,), "published:digits", test_included=True),
+    "fashion_mnist": DatasetSpec(
+        (28, 28), (0.2860,), (0.3530,), "published:fashion_mnist", files="FashionMNIST"
+    ),
+    "svhn": DatasetSpec(
+        (32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), "published:svhn",
+        files="*_32x32.mat",
+    ),
+    "flowers102": DatasetSpec((64, 64), *IMAGENET, "published:flowers102", files="flowers-102*"),
+    "food101": DatasetSpec((64, 64), *IMAGENET, "published:food101", files="food-101*"),
+    "oxford_iiit_pet": DatasetSpec(
+        (64, 64), *IMAGENET, "published:oxford_iiit_pet", files="oxford-iiit-pet*"
+    ),
+}  # fmt: skip

@@ -1,0 +1,83 @@
+"""The kinds of attention map; imported without torch.
+
+A kind names its function, which is found when a map is drawn. CONTRIBUTING.md shows how to add one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MapKind:
+    """A kind of attention map.
+
+    What its function takes depends on what it needs (L layers, B batch, H heads, N tokens):
+
+        weights    weights, L tensors (B, H, N, N)
+        gradients  weights; their gradients of the logit of the explained class
+        relevance  layer-wise relevance of the patches that enter each layer,
+                   (L, B, rows, columns); weights
+        pixels     layer-wise relevance of the input, (B, channels, height, width)
+        passes     the model, to be called any number of times, in float32 whatever the
+                   precision; images, grid (rows, columns) and explained classes (B,)
+
+    The first three also take `readout` and `num_prefix_tokens`, see
+    `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes. A map
+    that needs more than weights explains a class.
+    """
+
+    title: str  # in figures and tables
+    function: str  # in `vit.explain`; it returns (B, patches) or (B, rows, columns)
+    needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]  # what it takes
+    # What 1 means on the map, to which values are scaled: what each token gets if all get the same
+    # (of fractions of what the head reads), the mean (of values that are at least 0), or the mean
+    # of absolute values ("size").
+    unit: Literal["uniform", "mean", "size"]
+    signed: bool = False  # whether it is positive for the class and negative against it
+    # Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise. The tab has no
+    # maps that need pixels or passes.
+    default: bool = True
+    photos: bool = False  # whether it is drawn for photos unless told otherwise
+    options: tuple[str, ...] = ()  # of `vit.explain.maps.attention_maps`, which the function takes
+
+    @property
+    def class_specific(self) -> bool:
+        """Whether it explains one class, rather than being the same for all."""
+        return self.needs != "weights"
+
+
+# Those that take many passes come last.
+ALL_KINDS = {
+    "rollout": MapKind(
+        "attention rollout", "rollout:attention_rollout", "weights", "uniform",
+        photos=True, options=("head_fusion", "discard_ratio", "start_layer"),
+    ),
+    "gradient_rollout": MapKind(
+        "gradient rollout", "rollout:gradient_rollout", "gradients", "uniform"
+    ),
+    "relevance": MapKind(
+        "class relevance", "rollout:class_relevance", "gradients", "mean"
+    ),
+    "raw": MapKind("last layer's attention", "rollout:raw_attention", "weights", "uniform"),
+    "lrp": MapKind(
+        "layer-wise relevance", "maps:relevance_of_patches", "relevance", "size",
+        signed=True,
+    ),
+    "lrp_rollout": MapKind(
+        "relevance × rollout", "maps:relevance_times_rollout", "relevance", "size"
+    ),
+    "lrp_pixels": MapKind(
+        "layer-wise relevance of pixels", "maps:relevance_of_pixels", "pixels", "size",
+        signed=True, photos=True,
+    ),
+    "occlusion": MapKind(
+        "occlusion", "references:occlusion", "passes", "size", signed=True, default=False
+    ),
+    "integrated_gradients": MapKind(
+        "integrated gradients", "references:integrated_gradients_of_patches", "passes", "size",
+        signed=True, default=False,
+    ),
+    "rise": MapKind(
+        "RISE", "references:rise", "passes", "size", signed=True, default=False
+    ),
+}  # fmt: skip
