@@ -143,7 +143,7 @@ def test_printed_config_is_a_config_that_gives_the_same_run(
     again, options = parse_train(["--config", str(file)])
     config, _ = parse_train(["--model.depth", "7"])
     assert again == config == Config(**to_dict(config)) and config.model.depth == 7
-    assert options == {"overwrite": False, "allow_changes": False}
+    assert options == {"overwrite": False, "allow_changes": False, "plans": {}}
     old = to_dict(parse_train(["--out", "x"])[0])
     assert changed_keys(old, to_dict(config)) == ["model.depth: 4 -> 7", "out: x -> runs/quick"]
 
@@ -172,20 +172,29 @@ budgets:
 """
 
 
-def test_a_file_says_what_changes_with_the_time_budget(tmp_path: Path) -> None:
+def test_a_file_says_what_changes_with_the_epochs_of_a_time_budget(tmp_path: Path) -> None:
     file, budget = tmp_path / "mine.yaml", tmp_path / "budget.yaml"
     file.write_text(BUDGETS)
-    words = ["--config", str(file)]
-    for minutes, depth in (("null", 6), ("4.99", 2), ("5", 5), ("20", 5), ("60", 6)):
-        config, _ = parse_train([*words, "--train.budget_minutes", minutes])
-        assert (config.model.depth, config.model.embed_dim) == (depth, 48)
-        assert config.augment.flip == (depth != 5)
-        budget.write_text(f"train: {{budget_minutes: {minutes}}}\n")
-        both = [*words, "--config", str(budget)]
-        assert parse_train(["--config", str(budget), *words])[0] == config
-        assert parse_train([*both, "--model.depth", "9"])[0].model.depth == 9
-        budget.write_text(f"{budget.read_text()}model: {{depth: 7}}\n")
-        assert parse_train(both)[0].model.depth == 7
+    budget.write_text("train: {budget_minutes: 2}\n")
+    words, both = ["--config", str(file)], ["--config", str(file), "--config", str(budget)]
+    assert parse_train(words)[1]["plans"] == {}
+    config, options = parse_train([*words, "--train.budget_minutes", "2"])
+    assert (config.model.depth, config.model.embed_dim) == (6, 48)
+    base, fewer = replace(config.model, depth=2), replace(config.model, depth=5)
+    assert options["plans"] == {
+        0: replace(config, model=base),
+        5: replace(config, model=fewer, augment=replace(config.augment, flip=False)),
+        20.5: config,
+    }
+    assert parse_train(["--config", str(budget), *words])[1] == options
+
+    def depths(*words: str) -> list[int]:
+        return [plan.model.depth for plan in parse_train(words)[1]["plans"].values()]
+
+    assert depths(*both, "--model.depth", "9") == [9, 9, 9]
+    budget.write_text(f"{budget.read_text()}model: {{depth: 7}}\n")
+    assert depths(*both) == [7, 7, 7]
+    assert depths(*both, "--model.pretrained", "weights") == []
 
 
 @pytest.mark.parametrize("name", ["shapes", "shapes.yaml", "configs/shapes", "configs/shapes.yaml"])
@@ -203,9 +212,9 @@ def test_a_recipe_is_found_from_any_folder(
 
 def test_every_recipe_is_whole_and_named_after_its_run() -> None:
     for file in RECIPES.glob("*.yaml"):
-        for minutes in (1, 3, 10, 60):  # each may have settings of its own
-            config, _ = parse_train(["--config", str(file), "--train.budget_minutes", str(minutes)])
-            assert (config.out, config.train.budget_minutes) == (f"runs/{file.stem}", minutes)
+        config, options = parse_train(["--config", str(file), "--train.budget_minutes", "7"])
+        for plan in (config, *options["plans"].values()):
+            assert (plan.out, plan.train.budget_minutes) == (f"runs/{file.stem}", 7)
         assert file.read_text().startswith("# ")
 
 
@@ -238,11 +247,10 @@ def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path:
     other.write_text("out: elsewhere\n")
     assert parse_train(["--config", str(other)])[0] == Config(out="elsewhere")
     minute = ["--train.budget_minutes", "1"]
-    config, _ = parse_train(minute)
-    assert (config.model.depth, config.augment.crop_padding) == (3, 0)
+    assert parse_train(minute)[1]["plans"][0].model.depth == 3
     for words in (["--model.name", "timm:resnet18"], ["--model.pretrained", "cifar10_quick"]):
-        config, _ = parse_train([*minute, *words])
-        assert (config.model.depth, config.augment.crop_padding) == (12, 2)
+        config, options = parse_train([*minute, *words])
+        assert (config.model.depth, options["plans"]) == (12, {})
 
 
 def test_a_command_has_its_settings_and_report_is_the_default(
@@ -347,7 +355,8 @@ ODD_FILES = [
     (LAUGHS + b"out: *a40", "aliases"),
     (b"[" * 2000, "recursion"),
     (b"seed: 0", "did you mean train.seed?"),  # a key of earlier versions
-    (b"budgets: {soon: {}}", "it must be settings by minutes"),
+    (b"budgets: {soon: {}}", "it must be settings of model, augment and optim by"),
+    (b"budgets: {0: {data: {val_size: 3}}}", "it must be settings of model, augment and optim by"),
     (b"budgets: {0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
     (b"model: 3", "model: 3 is not allowed"),
 ]

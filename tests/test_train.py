@@ -189,6 +189,39 @@ def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_the_epochs_that_a_budget_buys_choose_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step takes 1,000 seconds. 56 fit beside a measurement of 30, and 26 beside two."""
+    clock, step_seconds = Clock(0.0), 1000.0
+    monkeypatch.setattr("vit.training.build.time", clock)
+
+    def wait(*_: Tensor) -> None:
+        clock.now += step_seconds
+
+    watch_updates(monkeypatch, wait)
+    for images, crop, steps in ((128, 0, 56), (320, 3, 26)):  # 28 epochs and 11
+        run, budget = tmp_path / str(images), {"budget_minutes": 1500.0, "compile": False}
+        config = small(
+            run, data={"train_size": images}, train=budget, track={"probes": 0},
+            augment={"crop_padding": 0},
+        )  # fmt: skip
+        fewer = replace(config, augment=replace(config.augment, crop_padding=3))
+        plans = {0.0: fewer, 20.0: config}
+        train(config, plans=plans)
+        stored = Config(**yaml.safe_load((run / "config.yaml").read_text()))
+        assert (stored.augment.crop_padding, steps_of(run)[-1]) == (crop, steps)
+        change = "budget   11 epochs fit without changes, so augment.crop_padding: 0 -> 3\n"
+        assert (change in capsys.readouterr().out) == (crop == 3)
+    before = load_file(run / "model.safetensors")
+    (run / "model.safetensors").unlink()
+    (run / "checkpoints" / "step_00000026.pt").unlink()
+    step_seconds = 1.0  # the resumed run would choose otherwise now
+    train(config, plans=plans)
+    after = load_file(run / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
 def test_trials_of_a_budget_take_the_steps_of_the_run_and_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

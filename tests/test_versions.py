@@ -43,7 +43,7 @@ def test_an_interrupted_run_goes_on(version: str, tmp_path: Path) -> None:
     flags = {"out": str(run), "train": {"processes": "1"}}
     # 0.1 stored neither device nor precision, and drew other random numbers.
     report = vit.train(
-        compose([read_config(str(run / "config.yaml"))], flags), allow_changes=version == "0.1"
+        compose([read_config(str(run / "config.yaml"))], flags)[0], allow_changes=version == "0.1"
     )
     assert report is not None and report["n"] == 2000
     weights, expected = (load_file(folder / "model.safetensors") for folder in (run, stored))

@@ -26,7 +26,7 @@ from vit.config import Config, to_dict
 from vit.console import is_out_of_memory, printable, program, rank, say
 from vit.recipes import compose, read_config
 from vit.reporting.config import COMMANDS
-from vit.settings import ImageSize, keys, read_yaml, shorten, suggest, unknown
+from vit.settings import ImageSize, changed_keys, keys, read_yaml, shorten, suggest, unknown
 
 # What train.py is told beside the config.
 SWITCHES = {
@@ -105,8 +105,8 @@ def eval_main() -> None:
         function(run, options)
 
 
-def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
-    """Read the words after train.py; return a config, `overwrite` and `allow_changes`.
+def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
+    """Read the words after train.py; return a config, and the other arguments of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -133,11 +133,14 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     print_config, *chosen = (given.pop(name) for name in SWITCHES)
     if text := given.get("model.timm_args"):
         given["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
-    config = compose([read_config(file) for file in files], _nested(given))
+    config, plans = compose([read_config(file) for file in files], _nested(given))
     if print_config:
         say(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
+        for epochs, plan in plans.items():
+            changes = "; ".join(changed_keys(to_dict(config), to_dict(plan))) or "this config"
+            say(f"# if {epochs:g} epochs fit into the time budget: {changes}")
         raise SystemExit(0)
-    return config, dict(zip(("overwrite", "allow_changes"), chosen, strict=True))
+    return config, {"overwrite": chosen[0], "allow_changes": chosen[1], "plans": plans}
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:

@@ -5,6 +5,7 @@ depends on the model is left to `vit.training.checks`.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -180,6 +181,9 @@ class Config:
         least = min(self.data.spec.image_size)
         fits = self.augment.crop == "resized" or self.augment.crop_padding < least
         settings.check(self.augment, "crop_padding", fits, f"less than the images' {least} pixels")
+
+
+Plans: TypeAlias = Mapping[float, Config]  # by the epochs that a time budget has to buy
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vit.config import Config, TrainConfig, translated
+from vit.config import Config, Plans, TrainConfig, translated
 from vit.data.config import DataConfig
 from vit.data.layout import check_stored, recognize
 from vit.settings import read_yaml, require, shorten, suggest
 
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
+CHANGING = {"model", "augment", "optim"}  # groups that a file may list under `budgets`
 _CODE = Path(__file__).resolve().parent
 # Next to the code where the package is installed, beside it in a checkout.
 RECIPES = _CODE / "configs" if (_CODE / "configs").is_dir() else _CODE.parent / "configs"
@@ -45,15 +46,15 @@ def read_config(name: str) -> dict[str, Any]:
     return values
 
 
-def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
-    """Make the config of a run, and check it.
+def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config, Plans]:
+    """Make the config of a run, and others for its time budget, and check them.
 
     Flags win over files, and later files over earlier ones; without a file, "quick" is read.
 
     Raises:
         ValueError: A key is not known, a value is not allowed, or a flag has no effect.
     """
-    # The recipe's model for short budgets is of no use where the command line chooses another.
+    # The recipe's model is of no use where the command line chooses another.
     other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
     if not files and not other_model:
         files = [read_config("quick")]
@@ -65,20 +66,26 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
             budget, ignored = train["budget_minutes"], False
         if "epochs" in train and (part is flags or "budget_minutes" not in train):
             ignored = True
+    files = [translated(file) for file in files]
     minutes = TrainConfig(budget_minutes=budget).budget_minutes
     if minutes is not None and ignored:
         raise ValueError(
             f"train.epochs: with train.budget_minutes {minutes:g}, a benchmark sets the length; "
             "to choose the epochs, add --train.budget_minutes null"
         )
-    parts = [*(at_budget(translated(file), minutes) for file in files), flags]
+    parts = [*(at_epochs(file, -1) for file in files), flags]
     config = _with_data_set(parts)
     if config.data.name != "cifar10" and not any("out" in part for part in parts):
         place = Path(config.data.root)
         name = place.resolve().stem if config.data.name == "table" else place.resolve().name
         own = config.data.spec.own_files and name
         config = dataclasses.replace(config, out=f"runs/{own or config.data.name}")
-    return config
+    plans = {}
+    for epochs in sorted({float(start) for file in files for start in file.get("budgets", {})}):
+        values = merge([*(at_epochs(file, epochs) for file in files), flags])
+        plans[epochs] = Config(**{**values, "data": config.data, "out": config.out})
+    # Pretrained weights determine their model.
+    return config, {} if minutes is None or config.model.pretrained else plans
 
 
 def _with_data_set(parts: list[dict[str, Any]]) -> Config:
@@ -101,10 +108,10 @@ def _with_data_set(parts: list[dict[str, Any]]) -> Config:
     return config
 
 
-def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
-    """Return the settings of a file for a time budget, and without `budgets`.
+def at_epochs(values: dict[str, Any], epochs: float) -> dict[str, Any]:
+    """Return the settings of a file for a time budget that buys some epochs, without `budgets`.
 
-    What changes is under `budgets`, by the minutes from which it holds: {0: {model: {depth: 3}}}.
+    What changes is under `budgets`, by the epochs from which it holds: {0: {model: {depth: 3}}}.
 
     Raises:
         ValueError: `budgets` is not of this form.
@@ -112,10 +119,12 @@ def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
     settings = {key: value for key, value in values.items() if key != "budgets"}
     try:
         entries = {float(start): dict(entry) for start, entry in values.get("budgets", {}).items()}
+        if {key for entry in entries.values() for key in entry} - CHANGING:
+            raise ValueError
     except (AttributeError, TypeError, ValueError):
-        form = "settings by minutes, such as {0: {model: {depth: 3}}, 2: {}}"
+        form = "settings of model, augment and optim by epochs, such as {0: {model: {depth: 3}}}"
         raise ValueError(f"budgets: this is not allowed; it must be {form}") from None
-    reached = [start for start in entries if minutes is not None and start <= minutes]
+    reached = [start for start in entries if start <= epochs]
     return merge([settings, entries[max(reached)] if reached else {}])
 
 

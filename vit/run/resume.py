@@ -5,7 +5,7 @@ from typing import Any
 
 from vit.config import Config, to_dict
 from vit.console import argument, program
-from vit.run.checkpoint import Checkpoint, latest_checkpoint
+from vit.run.checkpoint import Checkpoint, checkpoint_paths, latest_checkpoint
 from vit.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
@@ -22,6 +22,13 @@ FIXED = (
     *("data.", "model.", "optim.name:", "optim.layer_decay:", "train.batch_size:"),
     *("train.budget_minutes:", "train.freeze:", "train.seed:"),
 )
+
+
+def as_stored(*configs: Config) -> Config:
+    """Return the config that is nearest to that of an unfinished run, or else the first."""
+    run = Path(configs[0].out)
+    stored = to_dict((checkpoint_paths(run) and stored_config(run)) or configs[0])
+    return min(configs, key=lambda config: len(changed_keys(stored, to_dict(config))))
 
 
 def check_run(

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from vit.classifier import Classifier
+from vit.config import Plans, to_dict
+from vit.console import say
 from vit.data.images import ImageSet
 from vit.data.sampling import class_weights, divide_epoch
 from vit.data.stream import ImageFiles
 from vit.model.attention_model import size_unit
 from vit.pretrained.adapt import Pretrained
 from vit.seeding import generator
+from vit.settings import changed_keys
 from vit.training.compile import compile_step
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Run
@@ -31,6 +34,26 @@ WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as t
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
+def build_within(
+    run: Run, training: ImageSet, source: Pretrained | None, plans: Plans
+) -> tuple[Run, TrainingStep]:
+    """Build the training step; a new run follows the last plan that its epochs reach.
+
+    Then it is measured again, and the time of the first measurement counts as training time.
+    """
+    step = build_step(run, training, source)
+    epochs = step.schedule.total_steps / step.schedule.steps_per_epoch
+    reached = [start for start in plans if start <= epochs and run.checkpoint is None]
+    config = plans[max(reached)] if reached else run.config
+    changes = changed_keys(to_dict(run.config), to_dict(config))
+    if not changes:
+        return run, step
+    if run.world.main:
+        say(f"budget   {epochs:.2g} epochs fit without changes, so {'; '.join(changes)}")
+    run = dataclasses.replace(run, config=config, seconds=step.state.seconds)
+    return run, build_step(run, training, source)
+
+
 def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -> TrainingStep:
     """Build the training step with its schedule, and its state: new, pretrained or resumed.
 
@@ -42,7 +65,7 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
     state = start_state(run, training, source)
     model: Any = state.model  # ours or timm's
     schedule = build_schedule(run, len(training), size_unit(model))
-    begin = time.perf_counter()
+    begin = time.perf_counter() - run.seconds
     forward, features = state.model, None
     resizes = schedule.small_fraction > 0 and schedule.small_size != schedule.full_size
     is_linear = isinstance(model.get_classifier(), nn.Linear)

@@ -39,6 +39,7 @@ class Run:
     world: World  # the processes that train together
     stop: StopRequest  # whether a signal has asked the run to stop
     checkpoint: Checkpoint | None = None  # the state to resume from
+    seconds: float = 0.0  # that have passed of a time budget
 
     @classmethod
     def begin(

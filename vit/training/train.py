@@ -6,9 +6,9 @@ bit identical to an uninterrupted one; on a GPU, up to the order in which kernel
 """
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier
-from vit.config import Config, to_dict
+from vit.config import Config, Plans, to_dict
 from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
@@ -28,9 +28,10 @@ from vit.reporting.attention_logging import attention_logging
 from vit.reporting.report import write_report
 from vit.run.checkpoint import save_state
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, write_split
+from vit.run.resume import as_stored
 from vit.run.tracker import Tracker
 from vit.settings import flatten
-from vit.training.build import build_step
+from vit.training.build import build_within
 from vit.training.checks import check_config
 from vit.training.compile import evaluating
 from vit.training.loop import Loop
@@ -48,7 +49,7 @@ EVALUATORS: tuple[Callable[[Setup], Evaluator | None], ...] = (
 
 
 def train(
-    config: Config, overwrite: bool = False, allow_changes: bool = False
+    config: Config, overwrite: bool = False, allow_changes: bool = False, plans: Plans | None = None
 ) -> dict[str, Any] | None:
     """Train and evaluate a model, and write everything to the run folder `config.out`.
 
@@ -60,6 +61,7 @@ def train(
         overwrite: Whether to delete an existing run in the folder.
         allow_changes: Whether to resume an unfinished run with other learning rates, epochs,
             augmentation, device or number of processes; data and model must be the same.
+        plans: Configs that take its place with `train.budget_minutes`, see `build_within`.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -77,9 +79,11 @@ def train(
     load_attention(config.model.attention)
     config, source = resolve_pretrained(config, overwrite)
     check_config(config)
+    plans = {n: replace(plan, train=config.train) for n, plan in (plans or {}).items()}
+    config = config if overwrite else as_stored(config, *plans.values())
     with start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
-        step = build_step(run, training, source)
+        run, step = build_within(run, training, source, plans)
         del source  # its weights are in the model
         if run.world.main:
             say(start_text(run.config, step, training, held_out))
@@ -178,7 +182,7 @@ def calibrate(classifier: Classifier, held_out: ImageSet) -> Classifier:
         return classifier
     logits = evaluate(classifier, held_out)[1]
     found = Calibration.fit(logits, held_out.labels.cpu())
-    return dataclasses.replace(classifier, calibration=found)
+    return replace(classifier, calibration=found)
 
 
 def finish_run(
@@ -186,7 +190,7 @@ def finish_run(
 ) -> dict[str, Any]:
     """Evaluate the finished model on the test images, and write the report and the model file."""
     config, folder = run.config, run.folder
-    test = load_test_images(dataclasses.replace(config.data, download=False), classifier.preprocess)
+    test = load_test_images(replace(config.data, download=False), classifier.preprocess)
     if test.classes != classifier.classes or (test.split and test.fingerprint != fingerprint):
         raise ValueError(
             f"data.root: files in {config.data.root} were added, deleted or renamed during "
