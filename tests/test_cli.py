@@ -253,6 +253,21 @@ def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path:
         assert (config.model.depth, options["plans"]) == (12, {})
 
 
+def test_weights_that_are_pretrained_or_frozen_see_images_of_full_size(tmp_path: Path) -> None:
+    file, asks = tmp_path / "share.yaml", ["--train.small_share", "0.5"]
+    file.write_text("train: {small_share: 0.25}")
+    for words, share in (
+        ([], 0.75), (["--model.pretrained", "x"], 0), (["--train.freeze", "backbone"], 0),
+        (["--config", "quick", "--train.freeze", "backbone"], 0),
+        (["--train.freeze", "backbone", *asks], 0.5), (["--config", str(file)], 0.25),
+        (["--config", str(file), "--model.pretrained", "x"], 0.25),
+        (["--config", str(file), "--train.small_share", "null"], 0.75),
+    ):  # fmt: skip
+        config, _ = parse_train(words)
+        assert config.train.small_share == share, words
+        assert Config(**to_dict(config)) == config
+
+
 def test_a_command_has_its_settings_and_report_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

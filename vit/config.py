@@ -91,7 +91,8 @@ class TrainConfig:
             patches (arXiv 2404.00498)
         small_scale: at first, train on images reduced to this fraction of their sides, rounded to
             whole patches, which is faster; 1 keeps the full size
-        small_share: fraction of the training steps that use the smaller images
+        small_share: fraction of the training steps that use the smaller images; null is 0.75, or 0
+            with pretrained weights or a frozen backbone, which lose by it
         batch_size: images per optimizer step; fewer in small sets, so that an epoch uses all
         accumulate: number of micro-batches that a batch is split into, to save memory; batch norm
             of model.stem=conv sees one at a time
@@ -118,7 +119,7 @@ class TrainConfig:
     freeze: Literal["none", "backbone"] = "none"
     whiten: bool = True
     small_scale: settings.FractionAbove0 = 0.75
-    small_share: settings.Fraction = 0.75
+    small_share: settings.Fraction | None = None
     batch_size: settings.Count = 128
     accumulate: settings.Count = 1
     checkpoint_blocks: bool = False
@@ -181,6 +182,10 @@ class Config:
         least = min(self.data.spec.image_size)
         fits = self.augment.crop == "resized" or self.augment.crop_padding < least
         settings.check(self.augment, "crop_padding", fits, f"less than the images' {least} pixels")
+        if self.train.small_share is None:
+            scratch = self.model.pretrained is None and self.train.freeze == "none"
+            train = dataclasses.replace(self.train, small_share=0.75 if scratch else 0.0)
+            object.__setattr__(self, "train", train)  # the dataclass is frozen
 
 
 Plans: TypeAlias = Mapping[float, Config]  # by the epochs that a time budget has to buy

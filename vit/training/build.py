@@ -133,7 +133,7 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
         batch_size=batch_size,
         full_size=run.preprocess.image_size,
         small_size=scaled_size(run.preprocess.image_size, train.small_scale, unit),
-        small_fraction=train.small_share,
+        small_fraction=train.small_share or 0.0,
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
         decay=config.optim.schedule,

@@ -95,9 +95,12 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
         batch = f"{schedule.batch_size} images so that an epoch uses all {num_images:,}{twice}"
     epochs = counted(schedule.total_steps / schedule.steps_per_epoch, "epoch", ".4g")
     text = f"{schedule.total_steps:,} with {batch}, {epochs}"
+    scratch = config.model.pretrained is None and not state.frozen
+    if not scratch and not schedule.small_fraction:
+        text += ", all at full size, for which the weights are made (train.small_share)"
     if minutes is not None:
         text += f", to fit into {counted(minutes, 'minute', 'g')}"
-    if schedule.total_steps < FEW_STEPS and config.model.pretrained is None and not state.frozen:
+    if schedule.total_steps < FEW_STEPS and scratch:
         key = "epochs" if minutes is None else "budget_minutes"
         text += f"; too few to train from scratch: raise --train.{key}"
     return f"{text}; resuming after step {state.step:,}" if state.step else text
