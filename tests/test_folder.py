@@ -1,5 +1,6 @@
 """Image folders: reading, unreadable files, wrong layouts, and complete runs."""
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from small_runs import load, small
 from vit.cli import parse_train
 from vit.config import Config
 from vit.data.config import DataConfig
-from vit.data.datasets import load_training
+from vit.data.datasets import load_test_images, load_training
 from vit.data.folder import list_folder
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
@@ -374,6 +375,54 @@ def test_a_run_inside_the_class_folders_is_refused(classes_only: Path) -> None:
     with pytest.raises(ValueError, match=r"^out: .* is inside data\.root=.*choose another --out$"):
         train(config(classes_only, classes_only / "runs" / "first"))
     assert not (classes_only / "runs").exists()
+
+
+def keys(images: ImageSet) -> list[tuple[bytes, int]]:
+    """The pixels and the label of each image."""
+    pixels = [image.numpy().tobytes() for image in images.pixels()]
+    return list(zip(pixels, images.labels.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("memory", [None, 0.0])
+def test_copies_of_a_picture_are_on_one_side_of_each_split(
+    tmp_path: Path, memory: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(60):  # each four times, and as a link
+        folder = tmp_path / CLASSES[number % 3]
+        folder.mkdir(exist_ok=True)
+        for copy in range(4):
+            picture(number).save(folder / f"{copy}-{number:02d}.png")
+        (folder / f"link-{number:02d}.png").symlink_to(f"0-{number:02d}.png")
+    shutil.copy(tmp_path / "cat" / "0-00.png", tmp_path / "dog" / "as-dog.png")
+    data = DataConfig(name="folder", root=str(tmp_path), val_size=0.25, memory_gb=memory)
+    training, held = load_training(data, seed=3)
+    printed = capsys.readouterr().err
+    assert "warning: 241 of 301 images" in printed and "cat/0-00.png" in printed
+    assert "dog/as-dog.png" in printed and "test images are" not in printed
+    test = load_test_images(data)
+    sides = [set(keys(part)) for part in (training, held, test)]
+    for one, other in itertools.combinations(sides, 2):
+        assert not {pixels for pixels, _ in one} & {pixels for pixels, _ in other}
+    assert sum(map(len, sides)) == 61 and len(training) + len(held) + len(test) == 301
+    # A fifth of the different pictures of each class, then a quarter of the others.
+    assert test.class_counts() == [20, 20, 20] and held.class_counts() == [20, 20, 20]
+
+    shutil.rmtree(tmp_path / "dog")
+    before = list_folder(data, train=True).fingerprint
+    shutil.copy(tmp_path / "cat" / "0-03.png", tmp_path / "cat" / "0-06.png")
+    assert list_folder(data, train=True).fingerprint != before  # so that no run mixes two splits
+
+
+def test_copies_among_the_user_s_own_parts_stay_and_are_counted(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(root / "train" / "cat" / "00.png", root / "test" / "cat" / "24.png")
+    (root / "test" / "owl" / "link.png").symlink_to(root / "train" / "owl" / "02.png")
+    data = DataConfig(name="folder", root=str(root))
+    load_training(data, seed=0)
+    printed = capsys.readouterr().err
+    assert "warning: 2 of 37 images" in printed and "2 of the 13 test images" in printed
+    assert load_test_images(data).class_counts() == [4, 4, 5]
 
 
 def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes(

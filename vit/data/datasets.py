@@ -1,19 +1,26 @@
 """Loading data sets: training, held-out and test images, in memory or in their files."""
 
 from collections.abc import Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vit.console import note
+from vit.console import note, warn
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.layout import some
 from vit.data.preprocess import Preprocess
-from vit.data.sampling import balanced_subset, describe_counts, held_out, held_out_beside
-from vit.data.stream import ImageFiles
+from vit.data.sampling import (
+    balanced_subset,
+    choose_together,
+    describe_counts,
+    held_out,
+    held_out_beside,
+)
+from vit.data.stream import ImageFiles, first_copies
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 from vit.settings import require
@@ -142,6 +149,8 @@ def load_training(
     sets = [training, held]
     if check and not data.spec.test_included:  # also downloads them; skip decodes them
         sets.append(open_images(data, train=False))
+        if training.fingerprint:
+            _report_copies(sets)
     shared = {} if shared is None else shared
     if "in_memory" not in shared:
         shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
@@ -153,6 +162,23 @@ def load_training(
             if isinstance(images.images, ImageFiles):
                 images.images.check()
     return training, held
+
+
+def _report_copies(sets: Sequence[ImageSet]) -> None:
+    """Say how many images, the last of which are for testing, are copies, and what is in doubt."""
+    names = [images.name(index) for images in sets for index in range(len(images))]
+    labels = torch.cat([images.labels for images in sets])
+    first = first_copies([origin for images in sets for origin in images.origins])
+    copies = (first != torch.arange(len(first))).nonzero().squeeze(1)
+    text = f"{len(copies):,} of {len(first):,} images in {sets[0].folder} are copies of others"
+    trained = len(first) - len(sets[-1])
+    if seen := int((first[trained:] < trained).sum()):
+        text += f", and {seen:,} of the {len(sets[-1]):,} test images are training images, too"
+    if mixed := copies[labels[copies] != labels[first[copies]]].tolist():
+        pairs = some([f"{names[index]} = {names[first[index]]}" for index in mixed])
+        text += f"; pictures in two classes: {pairs}"
+    if len(copies):
+        (warn if seen or mixed else note)(text)
 
 
 def split_training(
@@ -167,7 +193,9 @@ def split_training(
         val_size = held_out_beside(size, val_size)
         count = size + val_size
     images = open_images(data, True, count, shared)
-    training, held = images.divide(held_out(images.labels, images.classes, val_size, seed))
+    first = first_copies(images.origins if images.fingerprint else range(len(images)))
+    choose = partial(held_out, classes=images.classes, size=val_size, seed=seed)
+    training, held = images.divide(choose_together(images.labels, first, choose))
     if size is None:
         return training, held
     most = f"at most {len(training)}, the number of training images"

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from vit.console import printable
 from vit.data.config import DataConfig
 from vit.data.layout import IMAGE_SUFFIXES, some
 from vit.data.preprocess import Preprocess
-from vit.data.sampling import fraction_per_class
-from vit.data.stream import ImageFile, ImageFiles
+from vit.data.sampling import choose_together, fraction_per_class
+from vit.data.stream import ImageFile, ImageFiles, first_copies
 from vit.settings import shorten
 
 TEST_FRACTION = 0.2
@@ -159,6 +160,9 @@ def user_files(
         lines = (f"{os.path.relpath(str(path), folder)}\0{label}\n" for path, label in pairs)
         listed = "".join(lines).encode(errors="surrogateescape")
     fraction = (data.test_fraction or TEST_FRACTION) if split else None
+    first = first_copies(paths)
+    if len(first.unique()) < len(first):  # which older versions did not look for
+        listed += first.numpy().tobytes()
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
     files = ImageFiles(tuple(paths), Preprocess.from_config(data), data.workers)
     images = ImageSet(
@@ -166,5 +170,6 @@ def user_files(
     )
     if fraction is None:
         return images
-    test = fraction_per_class(labels, fraction, 0, "data.test_fraction").sort().values
+    choose = partial(fraction_per_class, fraction=fraction, seed=0, purpose="data.test_fraction")
+    test = choose_together(labels, first, choose)
     return images.divide(test)[0 if train else 1]

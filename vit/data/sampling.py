@@ -5,7 +5,7 @@ the CPU; those for another purpose, a text, are independent.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str)
     least = 1 if fraction > 0 else 0
     number = (size * fraction).round().clamp(min=least).minimum(size - 1)
     return order[turn < number].sort().values
+
+
+def choose_together(labels: Tensor, first: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    """Choose images by the labels of different ones, and their copies; first (N,) is of each copy.
+
+    Copies with several labels are not chosen. A class without two different images of its own could
+    not be split, so its copies do not stay together.
+    """
+    own, mixed = torch.arange(len(labels)), torch.isin(first, first[labels != labels[first]])
+    few = labels[(first == own) & ~mixed].bincount(minlength=len(labels))[labels] < 2
+    first = first.where(~few, own)
+    different = ((first == own) & (few | ~mixed)).nonzero().squeeze(1)
+    return torch.isin(first, different[choose(labels[different])]).nonzero().squeeze(1)
 
 
 def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: int) -> Tensor:

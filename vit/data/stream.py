@@ -12,14 +12,19 @@ Shapes: N images, B batch, C channels, H height, W width.
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import hashlib
 import math
 import multiprocessing
+import os
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,6 +42,35 @@ MOST_WORKERS = 16  # unless data.workers says otherwise
 
 ImageFile = str | TarMember
 Decoded = tuple[np.ndarray, dict[int, str]]
+
+
+def first_copies(files: Sequence[ImageFile | int]) -> Tensor:
+    """Return for each file the index of the first with the same bytes, e.g. its link: (N,) int64.
+
+    Nothing is decoded, and files of a size of their own are not read. A number has no copies.
+    """
+    stats = [_stat(file) for file in files]
+    counts, pairs = Counter(size for size, _ in stats), zip(files, stats, strict=True)
+    keys = (_digest(file, at) if at[0] and counts[at[0]] > 1 else file for file, at in pairs)
+    first = dict[object, int]()
+    return torch.tensor([first.setdefault(key, index) for index, key in enumerate(keys)])
+
+
+def _stat(file: ImageFile | int) -> tuple[int, int]:
+    """Return the size and the time of change, where they are known."""
+    if isinstance(file, str) and os.path.isfile(file):  # noqa: PTH113 - faster
+        at = os.stat(file)  # noqa: PTH116
+        return at.st_size, at.st_mtime_ns
+    return (file.size if isinstance(file, TarMember) else 0), 0
+
+
+@functools.cache  # images are listed several times in a run
+def _digest(file: ImageFile, stat: tuple[int, int]) -> object:
+    try:
+        with Path(file).open("rb") if isinstance(file, str) else file.open() as content:
+            return hashlib.file_digest(content, "sha256").digest()
+    except OSError:  # which decoding reports
+        return file
 
 
 def _decode_files(files: Sequence[ImageFile], preprocess: Preprocess) -> Decoded:

@@ -79,9 +79,10 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     if test.split and saved.fingerprint not in ("", test.fingerprint):
         raise ValueError(
             f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
-            "trained, or it was trained on other files or with another data.test_fraction, so it "
-            "may have been trained on some of the test images; restore them, or put other images "
-            "into test/<class>/ of a folder and point --data.root at it"
+            "trained, or it was trained on other files, with another data.test_fraction or by a "
+            "version that did not keep copies together, so it may have been trained on some of the "
+            "test images; restore them, or put other images into test/<class>/ of a folder and "
+            "point --data.root at it"
         )
     return test
 

@@ -123,7 +123,8 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
             raise ValueError(
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
                 f"images of the classes {', '.join(checkpoint.classes)} with which the run in "
-                f"{config.out} was started: files were added, deleted or renamed; restore them, "
+                f"{config.out} was started: files were added, deleted or renamed, or the version "
+                "did not keep copies together; restore them, "
                 "point --data.root at them, or train in another folder with --out"
             )
     return training.to(run.device), held_out.to(run.device)
