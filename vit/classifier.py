@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from vit.calibration import Calibration
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
+from vit.explain.explanation import Explanation
 from vit.explain.kinds import ALL_KINDS
+from vit.explain.maps import attention_maps
 from vit.hardware import autocast, describe
 from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
@@ -26,9 +28,6 @@ from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.settings import require
-
-if TYPE_CHECKING:
-    from vit.explain.explanation import Explanation
 
 # Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
 PART = 64
@@ -189,7 +188,7 @@ class Classifier:
         Raises:
             ValueError: The model has no maps, or a kind is unknown.
         """
-        parts, draw = [], _late("explain.maps:attention_maps")
+        parts = []
         reader: Any = require_attention(self.model)
         rows, columns = reader.patch_embed.grid(*images.shape[2:])
         tokens = reader.num_prefix_tokens + rows * columns
@@ -199,7 +198,7 @@ class Classifier:
             part = slice(start, start + batch_size)
             aim = None if target is None else target[part].to(self.device)
             inputs = self.normalize(images[part])
-            parts.append(draw(self.model, inputs, kinds, aim, precision, **options))
+            parts.append(attention_maps(self.model, inputs, kinds, aim, precision, **options))
         logits = torch.cat([logits for logits, _ in parts])
         return logits, {kind: torch.cat([maps[kind] for _, maps in parts]) for kind in kinds}
 
@@ -237,17 +236,17 @@ class Classifier:
     @overload
     def explain(
         self, photos: Photo, kinds: str | Sequence[str] = ..., target: str | None = ...
-    ) -> "Explanation": ...
+    ) -> Explanation: ...
     @overload
     def explain(
         self, photos: Photos, kinds: str | Sequence[str] = ..., target: str | None = ...
-    ) -> "list[Explanation]": ...
+    ) -> list[Explanation]: ...
     def explain(
         self,
         photos: Photo | Photos,
         kinds: str | Sequence[str] = PHOTO_KINDS,
         target: str | None = None,
-    ) -> "Explanation | list[Explanation]":
+    ) -> Explanation | list[Explanation]:
         """Map what the model attends to in one photo or in several, as for `predict`.
 
         Args:
@@ -266,7 +265,7 @@ class Classifier:
             return [self._explain(photo, kinds, aim) for photo in photos]
         return self._explain(photos, kinds, aim)
 
-    def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> "Explanation":
+    def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> Explanation:
         pixels = to_photo(photo, self.preprocess.channels)
         image = self.preprocess.resize(pixels)[None]
         logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
@@ -275,7 +274,7 @@ class Classifier:
         aim = logits.argmax(dim=1) if target is None else target
         _, maps = self.maps(image, kinds, aim)
         seen, padding = self.preprocess.view(*pixels.shape[:2])
-        explanation: Explanation = _late("explain.explanation:Explanation")(
+        return Explanation(
             photo=pixels,
             seen=seen,
             padding=padding,
@@ -285,7 +284,6 @@ class Classifier:
             target=best if target is None else self.classes[int(target)],
             name=Path(photo).name if isinstance(photo, str | Path) else "photo",
         )
-        return explanation
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Divide logits (N, C) by the temperature, if there is one."""
