@@ -294,8 +294,8 @@ def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
     classifier: Classifier, steps: int, count: int
 ) -> None:
     """A forward pass is a third of a step; the model has 4 heads."""
-    config = Config()
-    setup = Setup(config, classifier.model, classifier.preprocess, IMAGES, IMAGES, (), steps)
+    config, model, sizes = Config(), classifier.model, lambda _: (32, 32)
+    setup = Setup(config, model, classifier.preprocess, IMAGES, IMAGES, (), steps, sizes)
     evaluator = attention_logging(setup)
     assert evaluator is not None
     assert len(evaluator.held_out or ()) == count

@@ -74,6 +74,25 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
 
 
+@pytest.mark.parametrize(("share", "sizes"), [(0.6, [24, 32, 32]), (1, [24, 24, 32])])
+def test_validation_has_the_size_of_training_and_at_the_end_the_full_one(
+    share: float, sizes: list[int], tmp_path: Path
+) -> None:
+    """Five steps in each of three epochs; batch norm has statistics of the size that it sees."""
+    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 3, "small_share": share}}))
+    state, seen = loop.step.state, set()
+
+    def look(_: torch.nn.Module, inputs: tuple[Tensor]) -> None:
+        seen.add((state.step, inputs[0].shape[-1]))
+
+    state.evaluated().patch_embed.register_forward_pre_hook(look)  # type: ignore[operator, union-attr]
+    loop.evaluators = [e for e in loop.evaluators if e.name == "validation"]
+    loop.tracker = Tracker(tmp_path)
+    loop.run()
+    loop.tracker.close()
+    assert sorted(seen) == [*zip((5, 10, 15), sizes, strict=True)]
+
+
 def test_a_resumed_run_has_the_learning_rate_that_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         run(small(tmp_path, **BARE), stop_at=8)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.config import Config
+from vit.data.augment import shrink
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import Z, mean_interval
@@ -54,18 +55,20 @@ class Setup:
     held_out: ImageSet  # perhaps none
     epoch_ends: Container[int]  # steps after which an epoch ends, or the run
     total_steps: int
+    size_of: Callable[[int], tuple[int, int]]  # height and width that a step trains on, in pixels
 
 
 class Validation:
     """Evaluator that measures loss and accuracy on the held-out images after each epoch.
 
-    If only the head of the model changes, what it gets is computed once.
+    They have the size of the last training step, of which the statistics of batch norm are, but the
+    full size at the end. If only the head of the model changes, what it gets is computed once.
     """
 
     name = "validation"
 
     def __init__(self, setup: Setup) -> None:
-        self.images = setup.held_out
+        self.images, self.size_of, self.end = setup.held_out, setup.size_of, setup.total_steps
         self.steps: Container[int] = setup.epoch_ends if len(setup.held_out) else ()
         self.frozen = setup.config.train.freeze == "backbone"
         self._features: Tensor | None = None
@@ -78,7 +81,9 @@ class Validation:
             logits = self._classify_features(classifier, head).cpu()
             result = report(logits, self.images.labels.cpu(), self.images.classes)
         else:
-            result, _ = evaluate(classifier, self.images)
+            size = self.size_of(step - (step < self.end))
+            with model.register_forward_pre_hook(lambda _, inputs: shrink(inputs[0], size)):
+                result, _ = evaluate(classifier, self.images)
         yield "val/loss", result["loss"]
         yield "val/accuracy", result["accuracy"]
 

@@ -14,6 +14,7 @@ from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
+from vit.settings import by
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -95,6 +96,9 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
         batch = f"{schedule.batch_size} images so that an epoch uses all {num_images:,}{twice}"
     epochs = counted(schedule.total_steps / schedule.steps_per_epoch, "epoch", ".4g")
     text = f"{schedule.total_steps:,} with {batch}, {epochs}"
+    if schedule.small_fraction and schedule.small_size != schedule.full_size:
+        first = f"{schedule.small_fraction * schedule.total_steps / schedule.steps_per_epoch:.3g}"
+        text += f", the first {first} trained and validated at {by(schedule.small_size)} pixels"
     scratch = config.model.pretrained is None and not state.frozen
     if not scratch and not schedule.small_fraction:
         text += ", all at full size, for which the weights are made (train.small_share)"

@@ -152,7 +152,7 @@ def build_loop(
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     setup = Setup(
         config, step.state.structure(), run.preprocess, training, held_out,
-        epochs | {schedule.total_steps}, schedule.total_steps,
+        epochs | {schedule.total_steps}, schedule.total_steps, schedule.image_size,
     )  # fmt: skip
     evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
     about: dict[str, Any] = {
