@@ -232,6 +232,9 @@ def save_files(folder: Path) -> list[Path]:
         ("grey.png", draw("L"), {}),
         ("bits.png", draw("L").convert("1"), {}),
         ("deep.png", Image.fromarray(deep), {}),
+        ("shallow.png", Image.fromarray(deep[::-1] // 256), {}),
+        ("shallow.tif", Image.fromarray(deep.T.astype(np.int32) // 256), {}),
+        ("pages.tif", draw("L"), {"save_all": True, "append_images": [draw("L") for _ in "1234"]}),
         ("palette.png", draw("RGB").quantize(16), {}),
         ("clear_palette.png", draw("RGB").quantize(16), {"transparency": 3}),
         ("clear_colour.png", draw("RGBA"), {}),
@@ -244,14 +247,16 @@ def save_files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-@pytest.mark.parametrize(("fit", "channels"), [("crop", 3), ("pad", 3), ("squash", 1)])
+@pytest.mark.parametrize(("fit", "channels"), [("crop", 3), ("pad", 3), ("squash", 1), ("pad", 5)])
 def test_exported_preprocess_gives_the_bits_that_predict_gives_the_model(
     tmp_path, monkeypatch, fit, channels
 ):
     interpolation = {"crop": "bicubic", "pad": "bilinear", "squash": "lanczos"}[fit]
-    mean, std = (0.4914, 0.48, 0.45)[:channels], (0.247, 0.24, 0.26)[:channels]
+    mean, std = (0.49, 0.48, 0.45, 0.5, 0.4)[:channels], (0.247, 0.24, 0.26, 0.3, 0.2)[:channels]
     preprocess = Preprocess((24, 32), mean, std, interpolation, fit, crop_pct=0.9)
     run, files, given = save(tmp_path / "run", {}, preprocess), save_files(tmp_path / "in"), []
+    if channels == 5:  # which the other files do not have
+        files = [file for file in files if file.name == "pages.tif" or file.unlink()]
     export_run(str(run), ExportConfig(formats=("timm",)))
     forward = Classifier._forward
 

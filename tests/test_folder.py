@@ -425,6 +425,25 @@ def test_copies_among_the_user_s_own_parts_stay_and_are_counted(
     assert load_test_images(data).class_counts() == [4, 4, 5]
 
 
+def test_pages_are_bands_of_a_model_with_as_many_channels_else_pointed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = np.random.default_rng(0).integers(256, size=(20, 5, 32, 32), dtype=np.uint8)
+    for number, planes in enumerate(pages):
+        first, *others = map(Image.fromarray, planes)
+        file = tmp_path / CLASSES[number % 2] / f"{number:02d}.tif"
+        file.parent.mkdir(exist_ok=True)
+        first.save(file, save_all=True, append_images=others)
+    data = {"name": "folder", "root": str(tmp_path)}
+    for channels, planes in ((5, slice(5)), (3, [0, 0, 0])):
+        training, _ = load_training(DataConfig(channels=channels, **data), seed=0)
+        for index, image in enumerate(training.images):
+            number = int(Path(training.name(index)).stem)
+            np.testing.assert_array_equal(image.numpy(), pages[number][planes])
+        printed = capsys.readouterr().err
+        assert printed.count("5 pages, of which the first is read") == (channels == 3)
+
+
 def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,9 @@ def test_16_bits_are_scaled_alike_in_dark_and_bright_images(tmp_path: Path, suff
     path, values = tmp_path / f"deep.{suffix}", [0, 255, 256, 514]
     Image.fromarray(np.array([values], np.uint16)).save(path)
     assert to_photo(path, 1)[0, :, 0].tolist() == [value // 257 for value in values]
+    for kind in (np.uint16, np.int32) if suffix == "tif" else (np.uint16,):  # of 8 bits
+        Image.fromarray(np.array([[0, 3, 128, 255]], kind)).save(path)
+        assert to_photo(path, 1)[0, :, 0].tolist() == [0, 3, 128, 255]
     Image.fromarray(np.array([[70_000]], np.int32)).save(tmp_path / "deeper.tif")
     with pytest.raises(ValueError, match=r"deeper\.tif has 32-bit pixels"):
         to_photo(tmp_path / "deeper.tif")

@@ -1,5 +1,6 @@
 """Loading data sets: training, held-out and test images, in memory or in their files."""
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pkgutil import resolve_name
@@ -12,6 +13,7 @@ from vit.console import note, warn
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.layout import some
+from vit.data.pixels import open_image
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import (
     balanced_subset,
@@ -151,6 +153,7 @@ def load_training(
         sets.append(open_images(data, train=False))
         if training.fingerprint:
             _report_copies(sets)
+            _note_pages(training)
     shared = {} if shared is None else shared
     if "in_memory" not in shared:
         shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
@@ -179,6 +182,16 @@ def _report_copies(sets: Sequence[ImageSet]) -> None:
         text += f"; pictures in two classes: {pairs}"
     if len(copies):
         (warn if seen or mixed else note)(text)
+
+
+def _note_pages(images: ImageSet) -> None:
+    """Say that of a file of several pages the first is read, if the first file is such a TIFF."""
+    file: Any = images.origins[0]
+    with contextlib.suppress(Exception), open_image(getattr(file, "open", lambda: file)()) as photo:
+        pages = getattr(photo, "n_frames", 1)
+        if photo.format == "TIFF" and 1 < pages != images.images.shape[1]:
+            how = f"of which the first is read; --data.channels {pages} reads them as bands"
+            note(f"{images.name(0)} has {pages} pages, {how}")
 
 
 def split_training(

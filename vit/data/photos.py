@@ -63,7 +63,8 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
     """Turn a photo into Pillow images, upright, in the channels of a model, on white.
 
     Grey and RGB are converted into each other as Pillow does. With any other number of channels,
-    they are the bands of the image as they are stored, e.g. RGBA. 16-bit values are divided by 257.
+    they are the bands of the image as they are stored, e.g. RGBA. Values of 16 bits are
+    divided by 257 if one is above 255. Grey pages of a TIFF file are bands, if as many.
 
     Args:
         photo: A file, a Pillow image, or an array (height, width) or (height, width, channels).

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, ImageSequence
 
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", "JPEG2000", "TGA", "AVIF"]
 with contextlib.suppress(ImportError):  # with this package, Pillow reads HEIC files
@@ -139,6 +139,9 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
     """
     if 0 in image.size:
         raise Unusable("has no pixels")
+    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+    if channels not in (1, 3) and channels == pages:
+        return tuple(bands_of(page.copy(), 1)[0] for page in ImageSequence.Iterator(image))
     if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
         return ImageOps.exif_transpose(image).split()
     photo = _upright(image)
@@ -161,7 +164,8 @@ def _upright(image: Image.Image) -> Image.Image:
         grey = np.asarray(photo).astype(np.int64)
         if grey.min() < 0 or grey.max() > DEEPEST:
             raise Unusable("has 32-bit pixels, which are not supported; convert it to 16 bits")
-        return Image.fromarray((grey // 257).astype(np.uint8))
+        # Values up to 255 are those of 8 bits, of which a division would leave nothing but black.
+        return Image.fromarray((grey // 257 if grey.max() > 255 else grey).astype(np.uint8))
     if photo.has_transparency_data:
         photo = photo.convert("RGBA")
         white = Image.new("RGBA", photo.size, "white")
