@@ -1,10 +1,14 @@
 """Tar shards: the bits of a folder with the same images, only what is needed is read, mistakes."""
 
 import io
+import json
+import os
 import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 import textwrap
 import tracemalloc
@@ -22,6 +26,7 @@ from small_runs import ROOT, load
 from vit.data.config import DataConfig
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
+from vit.data.layout import recognize
 from vit.data.photos import TarMember
 from vit.data.shards import list_shards
 from vit.data.stream import ImageFiles
@@ -79,26 +84,39 @@ def names(source: ImageSet) -> list[str]:
     return [member.name for member in paths(source)]
 
 
-def test_shards_made_as_documented_give_the_images_of_the_folder(
+def test_shards_made_as_documented_give_the_images_of_the_folder_and_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = (ROOT / "docs/data.md").read_text(encoding="utf-8").partition("## Shards\n")[2]
-    code = section.partition("class folders:\n\n")[2].partition("\n\nIf images")[0]
+    section = section.partition("folder of these:\n\n")[2]
+    code, command = re.split(r"\n    python (train\.py .*)\n", section, maxsplit=1)[:2]
     monkeypatch.chdir(tmp_path)
     for number in range(24):
-        folder = Path("pictures/train", CLASSES[number % 3])
+        folder = Path("pictures", CLASSES[number % 3])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number}.jpg").write_bytes(encoded(number, "jpeg"))
+        (folder / ".hidden.jpg").touch()
     exec(textwrap.dedent(code), {})
-    Path("pets/train/classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
+    inner = textwrap.dedent(code).replace('Path("pets")', 'Path("pets/train")')
+    exec(inner.replace("pets", "other"), {})  # without a test/
+    with pytest.raises(ValueError, match=r"point --data\.root at one to split it"):
+        recognize(Path("other"))
     found = []
-    for name, root in (("folder", "pictures/train"), ("shards", "pets/train")):
-        data = DataConfig(name=name, root=root, val_size=6, memory_gb=0)
-        found.append((*load_training(data, 0), load(name, root, train=False)))
-    for one, other in zip(*found, strict=True):
-        assert one.classes == other.classes == CLASSES
-        assert torch.equal(one.labels, other.labels) and len(one) in (12, 6)
-        assert torch.equal(one.pixels(), other.pixels())
+    for root in ("pictures", "pets", "other/train"):
+        data = DataConfig(name=recognize(Path(root)), root=root, val_size=6, memory_gb=0)
+        found.append((*load_training(data, 0), load(data.name, root, train=False)))
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            assert one.classes == other.classes == CLASSES
+            assert torch.equal(one.labels, other.labels) and len(one) in (12, 6)
+            assert torch.equal(one.pixels(), other.pixels())
+
+    script, *flags = command.split()
+    flags += ["--train.device", "cpu", "--train.processes", "1", "--train.epochs", "1"]
+    words = [sys.executable, str(ROOT / script), *flags]
+    subprocess.run(words, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    report = json.loads(Path("runs/pets/eval/report.json").read_text())
+    assert report["n"] == 6 and [*report["per_class"]] == [*CLASSES]
 
 
 # What is read.

@@ -83,7 +83,7 @@ def recognize(root: Path) -> str | None:
         return "table"
     part = next(filter(Path.is_dir, find_parts(root)), root)
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
-    if tar_files(part) and (part != root or (root / CLASSES_FILE).is_file()):
+    if tar_files(part) and (part_of(part.name) or (root / CLASSES_FILE).is_file()):
         return "shards"
     # Downloaded data sets may lie beside a folder of images, but not beside class folders. Images
     # without classes are refused when the folder is listed.

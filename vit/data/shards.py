@@ -24,6 +24,7 @@ from vit.data.layout import (
     content,
     find_parts,
     is_visible,
+    part_of,
     tar_files,
 )
 from vit.data.photos import TarMember
@@ -41,8 +42,8 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of tar shards, in the order of the shards and the members.
 
     `data.root` contains train/ and test/ (or val/) with the shards, or the shards themselves, which
-    `data.test_fraction` splits, and classes.txt, a class name per line; without it, the labels are
-    the names. test/ is enough to list the test images.
+    `data.test_fraction` splits, and classes.txt, a class name per line, or has it beside it if it
+    is a part; without it, the labels are the names. test/ is enough to list the test images.
 
     Raises:
         ValueError: There are no shards or test images, a shard is not what it should be, or a label
@@ -63,8 +64,8 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
             f"{part / TRAIN} and {part / 'test'}, so that they are not mixed"
         )
     found = _index(shards)
-    file = root / CLASSES_FILE
-    if file.is_file():
+    lists = [at / CLASSES_FILE for at in (root, root.parent) if at == root or part_of(root.name)]
+    if file := next(filter(Path.is_file, lists), None):
         classes = _read_classes(file)
         known = list(range(len(classes)))
     else:
