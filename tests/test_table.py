@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from vit.data.config import DataConfig
+from vit.data.datasets import split_training
+from vit.data.folder import list_folder
 from vit.data.images import ImageSet
+from vit.data.layout import recognize
 from vit.data.table import list_table
+from vit.run.folder import write_split
+from vit.training.config import Config
 
 
 @pytest.fixture
@@ -57,6 +64,30 @@ def test_columns_have_any_order_and_numbers_are_names_in_their_order(folder):
     assert len(training) == 3 and training.classes == ("1", "2", "10")
 
 
+@pytest.mark.parametrize("path", ["file", "Filename", "IMAGE"])
+@pytest.mark.parametrize("split", ["Part", "subset"])
+def test_columns_have_the_names_that_people_give_them(folder, path, split):
+    table = rows("abab", ["train", "train", "test", "test"])
+    usual, other = (read(write(folder, header, *table)) for header in (
+        "path,label,split", f"{path},Label,{split}"
+    ))  # fmt: skip
+    assert numbers(usual) == numbers(other) == [0, 1] and usual.fingerprint == other.fingerprint
+
+
+def test_split_of_a_run_is_a_table_with_the_same_test_images(tmp_path):
+    for number in range(30):
+        file = tmp_path / "in" / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(256, size=(32, 32), dtype=np.uint8)
+        Image.fromarray(pixels).save(file)
+    data = DataConfig(name="folder", root=str(tmp_path / "in"))
+    write_split(Config(data=data, out=str(tmp_path)), *split_training(data, seed=0))
+    table = (tmp_path / "split.csv").rename(tmp_path / "in/split.csv")
+    assert recognize(table) == "table"
+    expected, found = list_folder(data, train=False), read(table, train=False)
+    assert {*found.images.paths} == {*expected.images.paths} and found.classes == ("a", "b")
+
+
 def test_without_a_split_a_fraction_of_each_class_is_for_testing(folder):
     file = write(folder, "path,label", *rows("aabbb" * 4))
     training, test = read(file), read(file, train=False)
@@ -72,6 +103,14 @@ WRONG = {
     "missing file": (
         ["path,label", "images/0.png,a", "images/90.png,b"],
         "line 3: ROOT/images/90.png: file not found",
+    ),
+    "two columns for the path": (
+        ["file,label,path", "images/0.png,a,images/0.png"],
+        "table.csv has the columns file and path, which mean the same (path); rename or delete",
+    ),
+    "two columns for the split": (
+        ["path,part,label,Subset", "images/0.png,train,a,train"],
+        "has the columns part and subset, which mean the same (split)",
     ),
     "unknown split": (
         ["path,label,split", "images/0.png,a,train", "images/1.png,b,"],

@@ -12,6 +12,7 @@ from vit.data.layout import TESTS, TRAIN, content, part_of, some
 from vit.settings import shorten
 
 PATH, LABEL, SPLIT = "path", "label", "split"
+ALSO = {"file": PATH, "filename": PATH, "image": PATH, "part": SPLIT, "subset": SPLIT}
 
 
 def list_table(data: DataConfig, train: bool) -> ImageSet:
@@ -50,12 +51,20 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.DictReader(stream)
-            columns = [name.strip().lower() for name in reader.fieldnames or []]
-            reader.fieldnames = columns
+            given = [name.strip().lower() for name in reader.fieldnames or []]
+            reader.fieldnames = columns = [ALSO.get(name, name) for name in given]
+            for column in (PATH, LABEL, SPLIT):
+                same = [name for name in given if ALSO.get(name, name) == column]
+                if len(same) > 1:
+                    raise ValueError(
+                        f"data.root: {file} has the columns {' and '.join(same)}, which mean the "
+                        f"same ({column}); rename or delete all but one"
+                    )
             if not {PATH, LABEL} <= {*columns}:
                 raise ValueError(
-                    f"data.root: {file} has the columns {some([shorten(name) for name in columns])}"
-                    f"; expected are {PATH}, {LABEL} and, optionally, {SPLIT}"
+                    f"data.root: {file} has the columns {some([shorten(name) for name in given])}"
+                    f"; expected are {PATH} (or file, filename or image), {LABEL} and, optionally, "
+                    f"{SPLIT} (or part or subset)"
                 )
             for record in reader:
                 values = {name: (record[name] or "").strip() for name in columns}
@@ -65,7 +74,9 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                     "more values than the header has columns": None in record,
                     "the label is empty": not values[LABEL],
                     f"{path} is listed twice, perhaps as a link": place in seen,
-                    f"{path}: file not found": not Path(path).is_file(),
+                    f"{path}: file not found; paths are relative to the table": not Path(
+                        path
+                    ).is_file(),
                     f"split is {shorten(values.get(SPLIT))!r}; it must be train, val or test": (
                         part_of(values.get(SPLIT, TRAIN)) is None
                     ),
