@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import vit
 from small_runs import load, small
 from vit.cli import parse_train
 from vit.config import Config
@@ -242,6 +243,19 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, half, spoil):
     )
 
 
+@pytest.mark.parametrize("memory", [None, 0.0])
+def test_all_broken_pictures_are_named_at_once(root: Path, memory: float | None) -> None:
+    broken = sorted([*root.glob("t*/cat/*.png"), *root.glob("test/owl/*")])
+    for path in broken:
+        path.write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="; 16 files cannot be read: ") as info:
+        load_training(folder(root, memory_gb=memory), seed=0)
+    message = str(info.value)
+    assert message.endswith("on_bad_image skip") and " and 6 more; " in message
+    listed = message.partition("files cannot be read: ")[2].partition(" and ")[0].split(", ")
+    assert len({*listed}) == 10 and {*listed} < {str(path.relative_to(root)) for path in broken}
+
+
 # Wrong layouts.
 
 
@@ -445,7 +459,10 @@ def test_pages_are_bands_of_a_model_with_as_many_channels_else_pointed_out(
 
 
 def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = config(root, tmp_path / "run")
     with monkeypatch.context() as patch:
@@ -456,10 +473,19 @@ def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes
     with pytest.raises(ValueError, match="files were added, deleted or renamed"):
         train(settings)
     first.with_name("zz.png").rename(first)
-    assert train(settings)
+    report = train(settings)
+    assert report is not None
+    capsys.readouterr()
+    shutil.copytree(root / "test" / "owl", tmp_path / "few" / "test" / "owl")
+    few = vit.load(tmp_path / "run").evaluate(tmp_path / "few")
+    assert "of 1 of 3 classes; none: cat, dog" in capsys.readouterr().err
+    assert few["n"] == 4 and few["per_class"]["cat"]["n"] == 0
+    assert few["confusion_matrix"][2] == report["confusion_matrix"][2]  # of owls
+    options = ReportConfig(data=EvalDataConfig(root=str(tmp_path / "few")), out=str(tmp_path))
+    assert evaluate_run(str(tmp_path / "run"), options)["accuracy"] == few["accuracy"]
     (root / "test" / "owl").rename(root / "test" / "emu")
     shutil.rmtree(root / "train")
-    with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
+    with pytest.raises(ValueError, match=r"^data\.root: .* does not know: emu;"):
         evaluate_run(str(tmp_path / "run"), ReportConfig(data=EvalDataConfig(root=str(root))))
 
 

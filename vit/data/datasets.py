@@ -22,7 +22,7 @@ from vit.data.sampling import (
     held_out,
     held_out_beside,
 )
-from vit.data.stream import ImageFiles, first_copies
+from vit.data.stream import UNREADABLE, ImageFiles, first_copies
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 from vit.settings import require
@@ -157,14 +157,31 @@ def load_training(
     shared = {} if shared is None else shared
     if "in_memory" not in shared:
         shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
-    if shared["in_memory"]:
-        training, held = training.in_memory(), held.in_memory()
-        del sets[:2]
-    if check and data.on_bad_image == "error":
-        for images in sets:
-            if isinstance(images.images, ImageFiles):
-                images.images.check()
+    in_memory = shared["in_memory"]
+    try:
+        if in_memory:
+            training, held = training.in_memory(), held.in_memory()
+        if check and data.on_bad_image == "error":
+            _require_readable(sets[2:] if in_memory else sets)
+    except ValueError:
+        if check:
+            _require_readable(sets)  # names the unreadable files of all sets
+        raise
     return training, held
+
+
+def _require_readable(sets: Sequence[ImageSet]) -> None:
+    """Decode images in files without keeping them; ValueError names those that cannot be read."""
+    problems = [
+        (images.name(index), problem)
+        for images in sets
+        if isinstance(images.images, ImageFiles)
+        for index, problem in images.images.problems()
+    ]
+    if problems:
+        names, (first, *others) = zip(*problems, strict=True)
+        more = f"; {len(names):,} files cannot be read: {some(names)}" if others else ""
+        raise ValueError(f"{first}{more}; {UNREADABLE}")
 
 
 def _report_copies(sets: Sequence[ImageSet]) -> None:

@@ -140,7 +140,7 @@ def user_files(
             f"data.test_fraction: {data.test_fraction} is not allowed; it must be null, because "
             f"{data.root} says which images are for testing"
         )
-    if len(classes) < 2:
+    if len(classes) < (2 if train or split else 1):
         raise ValueError(
             f"data.root: {folder} has {len(classes)} classes ({some(classes)}); a classifier needs "
             "at least two"

@@ -38,6 +38,7 @@ from vit.hardware import local_processes, usable_cores
 
 FEW = 200  # files; starting processes takes longer than reading fewer
 AT_ONCE = 32  # files that a worker decodes in one go where all files are read
+UNREADABLE = "restore, replace or delete it, or train with --data.on_bad_image skip"
 MOST_WORKERS = 16  # unless data.workers says otherwise
 
 ImageFile = str | TarMember
@@ -187,10 +188,6 @@ class ImageFiles:
             for position, problem in problems.items():
                 yield start + position, problem
 
-    def check(self) -> None:
-        """Decode all images without keeping them."""
-        _require_readable(problem for _, problem in self.problems())
-
     def decode_all(self, what: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
         """Decode all images in parts, with a progress bar; yield also each part's first index."""
         tasks = [range(len(self))[i : i + AT_ONCE] for i in range(0, len(self), AT_ONCE)]
@@ -226,6 +223,4 @@ class ImageFiles:
 
 def _require_readable(problems: Iterable[str]) -> None:
     for problem in problems:
-        raise ValueError(
-            f"{problem}; restore, replace or delete it, or train with --data.on_bad_image skip"
-        )
+        raise ValueError(f"{problem}; {UNREADABLE}")

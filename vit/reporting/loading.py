@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vit.console import note
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
-from vit.data.layout import check_stored, recognize
+from vit.data.layout import check_stored, recognize, some
 from vit.files import inside, require_file
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
@@ -55,7 +58,8 @@ def require_own(file: Path, keys: set[str], others: Iterable[Path], kind: str) -
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     """Load the test images of a model's data set.
 
-    They are in `root`, perhaps as test/<class>/, or without it where they were in training.
+    They are in `root`, perhaps as test/<class>/, or without it where they were in training. Some of
+    the model's classes may have none.
 
     Raises:
         ValueError: The images are missing and could not be downloaded, have other classes, or the
@@ -70,12 +74,17 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     download = root is not None or data.root == type(data).root
     root, data = data.root, dataclasses.replace(data, download=download)
     test = load_test_images(data, saved.classifier.preprocess)
-    if test.classes != saved.classifier.classes:
-        different = ", ".join(sorted({*test.classes} ^ {*saved.classifier.classes}))
+    classes = saved.classifier.classes
+    if others := {*test.classes} - {*classes}:
         raise ValueError(
-            f"data.root: the test images in {root} do not have the classes of {saved.path}: only "
-            f"one of the two has {different}; point --data.root at a folder with its classes"
+            f"data.root: the test images in {root} have classes that {saved.path} does not know: "
+            f"{some(sorted(others))}; point --data.root at a folder with its classes only"
         )
+    if test.classes != classes:
+        missing = [name for name in classes if name not in test.classes]
+        note(f"test images of {len(test.classes)} of {len(classes)} classes; none: {some(missing)}")
+        numbers = torch.tensor([classes.index(name) for name in test.classes])
+        test = dataclasses.replace(test, labels=numbers[test.labels], classes=classes)
     if test.split and saved.fingerprint not in ("", test.fingerprint):
         raise ValueError(
             f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
