@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.datasets import split_training
 from vit.data.folder import list_folder
@@ -13,7 +14,6 @@ from vit.data.images import ImageSet
 from vit.data.layout import recognize
 from vit.data.table import list_table
 from vit.run.folder import write_split
-from vit.training.config import Config
 
 
 @pytest.fixture

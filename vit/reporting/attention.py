@@ -48,7 +48,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options.data.root)
     indices = _choose_indices(test, options)
-    folder = results_folder(saved, options.out, ATTENTION_FOLDER)
+    folder = results_folder(saved, options.out, ATTENTION_FOLDER, root=options.data.root)
     _empty_folder(folder)
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)

@@ -41,7 +41,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     for name in FORMATS.keys() & options.formats:
         require_packages(f"export: {name}", FORMATS[name].packages, "export")
     saved = load_model(run, "cpu", "float32")
-    folder = results_folder(saved, options.out, name=EXPORT_FOLDER)
+    folder = results_folder(saved, options.out, top=EXPORT_FOLDER)
     targets = {name: inside(folder, EXPORTS[name]) for name in dict.fromkeys(options.formats)}
     say(saved.describe())
     if "html" in targets:

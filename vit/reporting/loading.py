@@ -2,21 +2,25 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vit.console import note
+from vit.console import note, printable
+from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import check_stored, recognize, some
 from vit.files import inside, require_file
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
-from vit.run.folder import EVAL_FOLDER
+from vit.run.checkpoint import CHECKPOINT_FOLDER
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE
 from vit.settings import parse
 
 
@@ -28,14 +32,26 @@ def load_run(run: str, options: EvalConfig, flip: bool = False) -> SavedModel:
 
 
 def results_folder(
-    saved: SavedModel, out: str | None, *names: str, name: str = EVAL_FOLDER
+    saved: SavedModel, out: str | None, *names: str, top: str = EVAL_FOLDER, root: str | None = None
 ) -> Path:
     """Return the folder for results: out, or that of the run, and perhaps a folder in it.
+
+    Results for other images, in `root`, mirror images or an earlier checkpoint do not replace the
+    run's own: they are in eval/with_...
 
     Raises:
         ValueError: It is a file, or a link inside the run or `out`, see `vit.files.inside`.
     """
-    folder = inside(Path(out), *names) if out else inside(saved.run, name, *names)
+    what = ["flip"] if saved.classifier.flip else []
+    if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
+        what.append(f"step_{saved.step}")
+    if root is not None and not data_of(saved, root)[1]:
+        place = Path(root).resolve()
+        digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
+        what.append(f"{printable(place.name)[:40]}_{digest}".replace("\\", "_"))
+    if what and not out and top == EVAL_FOLDER:
+        names = (f"with_{'_'.join(what)}", *names)
+    folder = inside(Path(out), *names) if out else inside(saved.run, top, *names)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out: {existing} is a file; --out takes a folder")
@@ -55,6 +71,19 @@ def require_own(file: Path, keys: set[str], others: Iterable[Path], kind: str) -
         raise ValueError(f"out: {file.parent} contains files other than {kind}; use another --out")
 
 
+def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
+    """Return where test images are, `root` or where they were in training, and if both are one.
+
+    A published data set is the same everywhere.
+    """
+    data = own = saved.config.data
+    if root is not None:
+        name = data.name if data.spec.own_files else recognize(Path(root)) or data.name
+        data = dataclasses.replace(data, name=name, root=root)
+        check_stored(data)
+    return data, not data.spec.own_files or Path(data.root).resolve() == Path(own.root).resolve()
+
+
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     """Load the test images of a model's data set.
 
@@ -65,11 +94,7 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         ValueError: The images are missing and could not be downloaded, have other classes, or the
             model may have been trained on some of them.
     """
-    data = saved.config.data
-    if root is not None:
-        name = data.name if data.spec.own_files else recognize(Path(root)) or data.name
-        data = dataclasses.replace(data, name=name, root=root)
-        check_stored(data)
+    data, _ = data_of(saved, root)
     # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
     root, data = data.root, dataclasses.replace(data, download=download)

@@ -98,7 +98,8 @@ def model_card(saved: SavedModel) -> str:
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     measured = saved.finished and file.exists()
     report = read_report(file) if measured else {}
-    if report.get("flip"):  # which the code in the card does not do
+    own = (report.get("source") or {}).get("own", True)
+    if report.get("flip") or not own:  # not what the code in the card does on the test images
         report = {}
     rows, columns = classifier.preprocess.image_size
     return CARD.format(

@@ -28,6 +28,7 @@ from vit.reporting.calibration import (
 from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import (
+    data_of,
     load_run,
     load_split,
     load_test,
@@ -54,10 +55,11 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
         ValueError: The model or the data cannot be read, or the folder contains other files.
     """
     saved = load_run(run, options, options.flip)
-    test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
-    _require_own_report(folder)
     # What cannot work is refused before minutes of classifying.
     name, root = options.unfamiliar, options.data.root
+    folder = results_folder(saved, options.out, root=root)
+    _require_own_report(folder)
+    test, (data, own) = load_test(saved, root), data_of(saved, root)
     unfamiliar = (load_unfamiliar(name, saved, root), load_split(saved, root)[0]) if name else None
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
@@ -65,8 +67,9 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
         none = torch.zeros(0, len(test.classes))
         make_sets(saved.classifier, none, none[:, 0], options.coverage)
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
+    source = {"data": data.name, "root": data.root, "own": own}
     result = write_report(
-        saved.classifier, test, folder, saved.step, options.batch_size, options.coverage
+        saved.classifier, test, folder, saved.step, options.batch_size, options.coverage, source
     )
     say(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
     if options.coverage is not None:
@@ -92,11 +95,13 @@ def write_report(
     step: int,
     batch_size: int = 500,
     coverage: float | None = None,
+    source: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Evaluate a classifier after training `step` steps, and write what is found into a folder.
 
     These are report.json, predictions.csv, pictures and events; files of an earlier report are
     replaced. With a coverage, there are sets of classes too, see `Calibration.sets`.
+    The report names the `source` of the images: data, root, and whether they are the run's own.
 
     Returns:
         The report and `intervals`, see `vit.evaluation`, with the most confident mistakes,
@@ -104,7 +109,7 @@ def write_report(
         numbers are of the logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
-    result |= intervals(logits, images.labels.cpu())
+    result |= intervals(logits, images.labels.cpu()) | {"source": source}
     result["calibration"] = measure_calibration(classifier, images, logits, result)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
     if coverage is not None:

@@ -29,6 +29,7 @@ Row: Any = create_model("Row", n=(int, ...), **_measures("recall", "precision", 
 Probabilities: Any = create_model(
     "Probabilities", temperature=(Number, ...), **_measures("loss", "ece")
 )
+Source: Any = create_model("Source", own=(bool, True))
 # What is read from report.json again; other fields are ignored.
 StoredReport = create_model(
     "StoredReport",
@@ -38,6 +39,7 @@ StoredReport = create_model(
     confusion_matrix=(list[list[int]], ...),
     calibration=(dict[str, Probabilities] | None, None),
     flip=(bool, False),
+    source=(Source | None, None),
     **_measures("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1"),
 )
 

@@ -60,6 +60,11 @@ PREPROCESS_FILE = "preprocess.py"  # with each export
 EXPORTS = {
     "timm": "timm", "onnx": "model.onnx", "torch": "model.pt2", "html": "live.html", "hub": "hub"
 }  # fmt: skip
+_RESULTS = (
+    *(REPORT_FILE, *REPORT_FILES, CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE, PHOTOS_FILE),
+    *(f"{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
+    f"{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
+)
 # The files that a run and its evaluations write, and so those that --overwrite deletes. The config
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
@@ -69,11 +74,7 @@ _WRITTEN = (
     "events.out.tfevents.*",
     *(f"{CHECKPOINT_FOLDER}/{pattern}" for pattern in ("step_*.pt", FOLDER_PATTERN, ".*.tmp")),
     *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
-    *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
-    *(f"{EVAL_FOLDER}/{name}" for name in (CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE)),
-    *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
-    f"{EVAL_FOLDER}/{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
-    f"{EVAL_FOLDER}/{PHOTOS_FILE}",
+    *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",
     *(f"{EXPORT_FOLDER}/timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
@@ -81,7 +82,7 @@ _WRITTEN = (
         f"{EXPORT_FOLDER}/{name}"
         for name in (PREPROCESS_FILE, "model.onnx", "model.pt2", "live.html")
     ),
-    *(f"{folder}.*.tmp" for folder in ("", f"{EVAL_FOLDER}/", f"{EVAL_FOLDER}/*/", "export/")),
+    *(f"{folder}.*.tmp" for folder in ("", "eval/", "eval/*/", "eval/*/*/", "export/")),
     CONFIG_FILE,
 )
 

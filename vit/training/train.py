@@ -197,7 +197,8 @@ def finish_run(
             f"data.root: files in {config.data.root} were added, deleted or renamed during "
             "training, so test images may have been trained on; restore them and rerun the command"
         )
-    result = write_report(classifier, test, folder / EVAL_FOLDER, step=state.step)
+    source = {"data": config.data.name, "root": config.data.root, "own": True}
+    result = write_report(classifier, test, folder / EVAL_FOLDER, step=state.step, source=source)
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
     # A run killed here writes them again, as the same point.
     tracker.scalars(state.step, values, tensorboard_only=True)

@@ -1,0 +1,101 @@
+"""Results of eval.py: which stay, where others are written, and what is said before the work."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from command_line import Call
+from vit.config import Config
+from vit.model_file import load_model
+from vit.reporting.model_card import model_card
+from vit.run.folder import written_files
+from vit.training.train import train
+
+MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
+
+
+def draw(root: Path, count: int, seed: int = 0) -> Path:
+    """Write pictures of noise of two classes."""
+    random = np.random.default_rng(seed)
+    for number in range(count):
+        path = root / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
+    return root
+
+
+def config_of(base: Path, epochs: int = 1) -> Config:
+    return Config(
+        out=str(base / "run"),
+        data={"name": "folder", "root": str(base / "pictures"), "image_size": 16, "val_size": 20},
+        model=MODEL,
+        train={"epochs": epochs, "batch_size": 8, "device": "cpu", "small_share": 0,
+               "whiten": False},
+        track={"probes": 0, "milestones": 1, "live_mb": 0},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures, and a finished run."""
+    base = tmp_path_factory.mktemp("results")
+    draw(base / "pictures", 80)
+    train(config_of(base))
+    return base
+
+
+@pytest.fixture
+def base(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run; its pictures stay where they were in training."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    return tmp_path
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Other data and settings.
+
+
+def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
+    trained: Path, base: Path, call: Call
+) -> None:
+    run, others = base / "run", base / "others"
+    shutil.copytree(trained / "pictures", others / "test")  # 80 images, most of the training
+    draw(base / "more/test", 30, seed=1)
+    (checkpoint,) = (run / "checkpoints").glob("step_*.pt")
+    assert call(run, "maps", "--probes", 2, "--faithfulness", 0).code == 0
+    card, before = model_card(load_model(run)), content(run)
+    for words in (
+        ("report", "--data.root", others),
+        ("report", "--data.root", base / "more"),
+        ("report", "--flip"),
+        ("maps", "--probes", 2, "--faithfulness", 0, "--data.root", others),
+    ):
+        ended = call(run, *words)
+        assert (ended.code, ended.error) == (0, "")
+    assert call(checkpoint, "report").code == 0
+    now = content(run)
+    assert {path: now[path] for path in before} == before
+    reports = {path.parent: json.loads(path.read_text()) for path in run.rglob("report.json")}
+    own = reports.pop(run / "eval")
+    assert own["source"] == {"data": "folder", "root": str(trained / "pictures"), "own": True}
+    found = {(r["n"], r["source"]["root"], r.get("flip", False)) for r in reports.values()}
+    here = (own["n"], str(trained / "pictures"))
+    assert found == {(80, str(others), False), (30, str(base / "more"), False),
+                     (*here, True), (*here, False)}  # fmt: skip
+    assert len(reports) == 4
+    assert model_card(load_model(run)) == card and f", {own['n']} images" in card
+    assert {*now} - {*before} <= {*written_files(run)}  # which --overwrite deletes
+    # The images of the run by another path are still its own.
+    (base / "link").symlink_to(trained / "pictures")
+    assert call(run, "report", "--data.root", base / "link").code == 0
+    assert {path.parent for path in run.rglob("report.json")} == {run / "eval", *reports}
+    # Whoever asks for it gets other results in the folder of the run, which the card leaves out.
+    assert call(run, "report", "--data.root", others, "--out", run / "eval").code == 0
+    assert "Not measured." in model_card(load_model(run))
