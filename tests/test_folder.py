@@ -1,6 +1,7 @@
 """Image folders: reading, unreadable files, wrong layouts, and complete runs."""
 
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -101,7 +102,8 @@ def test_a_fraction_of_each_class_is_for_testing(classes_only, capsys, fraction,
         classes = [images.classes[n] for n in images.labels]
         assert classes == [Path(path).parent.name for path in images.origins]
     assert read(classes_only, False, fraction).origins == test.origins
-    assert capsys.readouterr() == ("", "")
+    ignored = f"{classes_only}: 1 file ignored, not images: 猫/notes.txt\n"
+    assert capsys.readouterr() == ("", ignored)  # once
 
 
 def test_validation_images_are_for_testing_only_where_no_others_are(root):
@@ -183,12 +185,14 @@ def test_parts_have_the_names_that_are_usual(root, train, test):
         assert {Path(path).parents[1] for path in found.origins} == {root / name}
 
 
-def test_folders_are_parts_only_where_they_contain_classes(root):
+def test_folders_are_parts_only_where_they_contain_classes(root, capsys):
     for classes in (("invalid", "valid"), ("car", "plane", "train"), ("Dev", "sales")):
         tree(root, *(f"{name}/0.png" for name in classes))
         assert recognize(root) == "folder" and read(root, True).classes == classes
     tree(root, "train/a/0.png", "train/b/0.png", "val/a/0.png", "val/b/0.png", "test/0.png")
+    capsys.readouterr()
     assert {Path(path).parts[-3] for path in read(root, False).origins} == {"val"}
+    assert capsys.readouterr().err == f"{root}: test ignored; test images are in val\n"
     tree(
         root, "train/a/0.png", "mini_train/a/0.png", "test/a/0.png", "train/b/0.png", "test/b/0.png"
     )
@@ -275,7 +279,7 @@ WRONG = {
     ),
     "other class": (
         lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),
-        "class wolf has 0 training images in ROOT, and needs at least 1 (.jpg, .jpeg, .png",
+        "class wolf has 0 training images in ROOT, and needs at least 1; add",
     ),
     "class of bad pictures": (
         only_bad_pictures,
@@ -303,7 +307,7 @@ def test_what_cannot_be_split_is_refused(root, classes_only):
         DataConfig(name="shapes", test_fraction=0.3)
     for path in sorted((classes_only / "rød").iterdir())[1:]:
         path.unlink()
-    with pytest.raises(ValueError, match=r"class rød has 1 images in .*, and needs at least 2 "):
+    with pytest.raises(ValueError, match=r"class rød has 1 images in .*, and needs at least 2; "):
         read(classes_only, train=True)
     for name in ("rød", "猫"):
         shutil.rmtree(classes_only / name)
@@ -531,3 +535,26 @@ def test_a_class_whose_name_is_not_utf_8_is_refused(tmp_path):
             Image.new("RGB", (4, 4)).save(tmp_path / name / f"{number}.png")
     with pytest.raises(ValueError, match=r"class \\udce4 is not UTF-8; rename it"):
         list_folder(DataConfig(name="folder", root=str(tmp_path)), train=True)
+
+
+def test_content_decides_what_is_an_image(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Saved under names that no list has, without a suffix, and beside what is no image."""
+    names = {"a.jfif": "jpeg", "b": "png", "c.img": "webp", "d.JPE": "jpeg", "e.tga": "tga"}
+    cat = root / "train" / "cat"
+    for number, (name, form) in enumerate(names.items()):
+        picture(100 + number).save(cat / name, form)
+    (cat / "labels.csv").write_text("file,label\n")
+    (cat / "half.jfif.part").write_bytes((cat / "a.jfif").read_bytes()[:3])
+    (cat / "Thumbs.db").touch()
+    os.mkfifo(cat / "pipe")
+    picture(200).save(root / "train" / "stray.png")
+    for images in (load("folder", root, train=True), read(root, True)):
+        found = sorted(Path(path).name for path in images.origins if Path(path).parent == cat)
+        assert found == [*(f"{n:02d}.png" for n in range(0, 24, 3)), *sorted(names)]
+    assert {*map(str, find_photos([str(cat)], "photos"))} == {str(cat / name) for name in found}
+    what = "3 files ignored, not images: "
+    assert capsys.readouterr().err.splitlines() == [
+        f"{root}/train: {what}cat/half.jfif.part, cat/labels.csv, cat/pipe",
+        f"{root}/train: 1 file ignored, not in a class folder: stray.png",
+        f"{cat}: {what}half.jfif.part, labels.csv, pipe",
+    ]

@@ -72,7 +72,7 @@ def test_table_holds_what_predict_says(call, photos, tmp_path, monkeypatch, batc
     monkeypatch.setattr("vit.data.stream.FEW", at_once)  # with and without workers
     table = tmp_path / "new" / "table.csv"
     ended = call("predict", photos, "--out", table, "--batch_size", batch_size, *SAME)
-    assert (ended.code, ended.error) == (0, "")
+    assert ended.code == 0 and "ignored, not images: c/table.csv, notes.txt" in ended.error
     assert "classified 7 of 7 files" in ended.out and f"wrote {table}" in ended.out
     rows = read_table(table)
     assert [row["file"] for row in rows] == [str(photos / name) for name in NAMES]
@@ -130,7 +130,8 @@ def test_what_cannot_be_read_in_a_folder_is_named(call, tmp_path, command):
     ended = call(command, "in", "first.png", *(["--out", "a.csv"] if command == "predict" else []))
     assert ended.code == 0 and "classified 3 of 6 files" in ended.out
     assert "\x1b" not in ended.error
-    skipped = ended.error.splitlines()
+    ignored, *skipped = ended.error.splitlines()
+    assert ignored == "in: 1 file ignored, not images: film.mov"
     assert [line[: line.index(":", 10)] for line in skipped] == ["warning: skipped"] * 3
     assert "in/cut.png cannot be read as an image: " in skipped[0]
     assert skipped[1].endswith("HEIC needs a package; run pip install pillow-heif")

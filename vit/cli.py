@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from vit.config import Config, to_dict
-from vit.console import is_out_of_memory, printable, program, rank, say
+from vit.console import is_out_of_memory, note_once, printable, program, rank, say
 from vit.recipes import compose, read_config
 from vit.reporting.config import COMMANDS
 from vit.settings import ImageSize, changed_keys, keys, read_yaml, shorten, suggest, unknown
@@ -49,6 +49,7 @@ def fail(message: str) -> NoReturn:
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turn errors that the user can fix, ValueError and OSError, into one line and exit code 2."""
+    note_once.cache_clear()  # a command of its own, also in a notebook
     try:
         yield
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Messages on the terminal, or in a log file on a disk that may be full."""
 
 import contextlib
+import functools
 import os
 import shlex
 import sys
@@ -32,6 +33,12 @@ def note(text: str) -> None:
     """Print a line on standard error in the first process; the others have the same to say."""
     if rank() == 0:
         say(printable(text), sys.stderr)
+
+
+@functools.cache
+def note_once(text: str) -> None:
+    """Print a line as `note` does, once in a process."""
+    note(text)
 
 
 def warn(text: str) -> None:

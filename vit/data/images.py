@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.console import printable
 from vit.data.config import DataConfig
-from vit.data.layout import IMAGE_SUFFIXES, some
+from vit.data.layout import some
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import choose_together, fraction_per_class
 from vit.data.stream import ImageFile, ImageFiles, first_copies
@@ -153,7 +153,7 @@ def user_files(
         if count < least:
             raise ValueError(
                 f"data.root: class {shorten(name)} has {count} {part}images in {folder}, and needs "
-                f"at least {least} ({', '.join(IMAGE_SUFFIXES)}); add some, or delete the class"
+                f"at least {least}; add some, or delete the class"
             )
     if listed is None:
         pairs = zip(paths, labels.tolist(), strict=True)

@@ -4,18 +4,22 @@ This module does not import torch, so the command line can recognize a folder be
 is imported.
 """
 
+import functools
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from vit.console import counted, note_once
 from vit.data.config import DataConfig
 
-# What torchvision's ImageFolder reads, and what phones and web pages have besides.
+# Of images, whatever is in them; other files are opened to see whether they are one.
 IMAGE_SUFFIXES = (
-    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
-    ".gif", ".avif", ".heic", ".heif",
+    ".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
+    ".gif", ".tga", ".avif", ".heic", ".heif",
 )  # fmt: skip
+SYSTEM_FILES = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 # Folders, and words in a table's column "split". The first of TESTS that is there is for testing.
 TRAIN, TESTS = "train", ("test", "val", "valid", "validation", "dev", "eval", "evaluation")
@@ -27,12 +31,36 @@ LISTED = 10  # at most so many names in a message
 
 def is_visible(name: str) -> bool:
     """Say whether a file or folder is the user's, not the system's, such as .DS_Store."""
-    return not name.startswith(".") and name != "__MACOSX"
+    return not name.startswith(".") and name not in SYSTEM_FILES
 
 
-def is_image(name: str) -> bool:
-    """Say whether a file is a visible one with the suffix of an image."""
-    return is_visible(name) and name.lower().endswith(IMAGE_SUFFIXES)
+def is_image(path: str) -> bool:
+    """Say whether a file is visible, and an image by its suffix or by its content."""
+    name = path.rpartition(os.sep)[2]
+    return is_visible(name) and (name.lower().endswith(IMAGE_SUFFIXES) or _can_be_opened(path))
+
+
+@functools.cache  # folders are listed several times in a run
+def _can_be_opened(path: str) -> bool:
+    from PIL import Image  # most folders need no Pillow to be listed
+
+    from vit.data.pixels import FORMATS
+
+    formats = [name for name in FORMATS if name != "TGA"]  # which nothing at its start identifies
+    if not Path(path).is_file():  # but a pipe, which might never end
+        return False
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=formats):
+            return True
+    except Exception as error:  # Pillow raises all kinds
+        return isinstance(error, Image.DecompressionBombError)
+
+
+def note_unused(folder: Path, files: Sequence[str], why: str) -> None:
+    """Say once which files in a folder are not used, and why."""
+    if files:
+        names = some([os.path.relpath(file, folder) for file in files])
+        note_once(f"{folder}: {counted(len(files), 'file', ',')} ignored, {why}: {names}")
 
 
 def part_of(name: str) -> str | None:
@@ -72,6 +100,8 @@ def find_parts(root: Path) -> list[Path]:
         )
     places = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
     found = [places[TRAIN], places[tests[0]]]
+    if left := some(sorted(path.name for _, path in named if path not in found)):
+        note_once(f"{root}: {left} ignored; test images are in {places[tests[0]].name}")
     while all([f.name for f in visible_folders(part)] == [part.name] for part in found):
         found = [part / part.name for part in found]  # as some archives are unpacked
     return found
@@ -112,7 +142,7 @@ def _has_image(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     with os.scandir(folder) as entries:
-        return any(is_image(entry.name) for entry in entries)
+        return any(is_image(entry.path) for entry in entries)
 
 
 def visible_folders(folder: Path) -> list[Path]:
@@ -125,11 +155,11 @@ def tar_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{SHARD_SUFFIX}") if is_visible(path.name))
 
 
-def image_files(folder: Path, seen: set[str] | None = None) -> list[str]:
-    """List the image files in a folder and the folders below it, without hidden ones.
+def image_files(folder: Path, seen: set[str] | None = None) -> tuple[list[str], list[str]]:
+    """List the image files in a folder and the folders below it, and the other visible files.
 
-    Like torchvision's, the list is sorted by folder, then by name. Wherever links lead, a folder is
-    listed once, and those in `seen`, by their real paths, which is extended, not at all.
+    Like torchvision's, the lists are sorted by folder, then by name. Wherever links lead, a folder
+    is listed once, and those in `seen`, by their real paths, which is extended, not at all.
     """
     found, places = [], [str(folder)]
     seen = set() if seen is None else seen
@@ -138,9 +168,11 @@ def image_files(folder: Path, seen: set[str] | None = None) -> list[str]:
         if (real := os.path.realpath(place)) not in seen:
             seen.add(real)
             _, folders, files = next(os.walk(place), (place, [], []))
-            found.append((place, sorted(filter(is_image, files))))
+            found.append((place, sorted(filter(is_visible, files))))
             places += [f"{place}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
-    return [f"{place}{os.sep}{name}" for place, names in sorted(found) for name in names]
+    paths = [f"{place}{os.sep}{name}" for place, names in sorted(found) for name in names]
+    images = [path for path in paths if is_image(path)]
+    return images, sorted({*paths} - {*images})
 
 
 def content(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from vit.data.layout import IMAGE_SUFFIXES, image_files
+from vit.data.layout import image_files, note_unused
 from vit.data.pixels import Bands, Unusable, bands_of, open_image
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
@@ -40,17 +40,17 @@ class TarMember(NamedTuple):
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
     """List image files, and the image files in folders and the folders below them.
 
-    Files may have any suffix; in folders, hidden files and files without an image suffix are
-    ignored. The order is as given, that of a folder sorted; each file is listed once. The key of
-    the names is for error messages.
+    Of folders, hidden files are ignored, and others that are not images are named in a note. The
+    order is as given, that of a folder sorted; each file is listed once. The key of the names is
+    for error messages.
     """
     found: dict[str, Path] = {}
     for path in map(Path, names):
         if path.is_dir():
-            images = image_files(path)
+            images, others = image_files(path)
             if not images:
-                suffixes = ", ".join(IMAGE_SUFFIXES)
-                raise ValueError(f"{key}: {path} contains no image files ({suffixes})")
+                raise ValueError(f"{key}: {path} contains no image files")
+            note_unused(path, others, "not images")
         else:
             _require_file(path, key)
             images = [str(path)]
