@@ -302,6 +302,30 @@ def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
     assert count * 4 <= 0.02 * 3 * steps * config.train.batch_size
 
 
+@pytest.mark.parametrize(
+    ("size", "steps", "logged"),
+    [
+        (32, 750, (8, 10)), (32, 10, (8, 4)),  # 64 patches: a minute of CIFAR-10, a second
+        (128, 750, (8, 7)), (128, 40, (1, 3)),  # 1,024 patches, of which training takes longer
+        (224, 4000, (8, 10)), (224, 60, (1, 2)), (224, 1, (1, 1)),  # 3,136 patches
+    ],
+)  # fmt: skip
+def test_logging_attention_takes_a_tenth_of_a_run_by_images_and_tokens(
+    size: int, steps: int, logged: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image costs as much as training on 80, and more with many tokens; some are free."""
+    preprocess = Preprocess.from_config(DataConfig(name="shapes", image_size=size))
+    sizes = {"img_size": size, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 1}
+    model = VisionTransformer(**PLAIN | sizes | {"num_classes": 10}).eval()
+    setup = Setup(Config(), model, preprocess, IMAGES, IMAGES, (), steps, lambda _: (size, size))
+    evaluator = attention_logging(setup)
+    assert evaluator is not None
+    assert (len(evaluator.probes), len(evaluator.steps)) == logged
+    printed = capsys.readouterr().err
+    assert ("; 8 at 10 would take over a tenth of the run\n" in printed) == (logged != (8, 10))
+    assert printed.count("\n") == (logged != (8, 10))
+
+
 # What eval.py RUN maps writes
 
 

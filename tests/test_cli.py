@@ -370,8 +370,9 @@ ODD_FILES = [
     (LAUGHS + b"out: *a40", "aliases"),
     (b"[" * 2000, "recursion"),
     (b"seed: 0", "did you mean train.seed?"),  # a key of earlier versions
-    (b"budgets: {soon: {}}", "it must be settings of model, augment and optim by"),
-    (b"budgets: {0: {data: {val_size: 3}}}", "it must be settings of model, augment and optim by"),
+    (b"budgets: {soon: {}}", "budgets: soon.[key]: soon is not allowed; it must be a valid number"),
+    (b"budgets: {0: {data: {val_size: 3}}}", "it must be 'model', 'augment' or 'optim'"),
+    (b"budgets: {0: }", "budgets: 0: null is not allowed"),
     (b"budgets: {0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
     (b"model: 3", "model: 3 is not allowed"),
 ]

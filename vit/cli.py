@@ -26,7 +26,7 @@ from vit.config import Config, to_dict
 from vit.console import is_out_of_memory, note_once, printable, program, rank, say
 from vit.recipes import compose, read_config
 from vit.reporting.config import COMMANDS
-from vit.settings import ImageSize, changed_keys, keys, read_yaml, shorten, suggest, unknown
+from vit.settings import ImageSize, keys, read_yaml, shorten, suggest, unknown
 
 # What train.py is told beside the config.
 SWITCHES = {
@@ -137,9 +137,6 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
     config, plans = compose([read_config(file) for file in files], _nested(given))
     if print_config:
         say(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
-        for epochs, plan in plans.items():
-            changes = "; ".join(changed_keys(to_dict(config), to_dict(plan))) or "this config"
-            say(f"# if {epochs:g} epochs fit into the time budget: {changes}")
         raise SystemExit(0)
     return config, {"overwrite": chosen[0], "allow_changes": chosen[1], "plans": plans}
 

@@ -146,8 +146,8 @@ class TrackConfig:
 
     Attributes:
         every: number of steps between two points of the training curves
-        probes: number of validation images whose attention maps are logged during training
-        milestones: number of steps at which attention is logged, denser at the start
+        probes: largest number of validation images whose attention maps are logged during training
+        milestones: largest number of steps at which attention is logged, denser at the start
         live_mb: megabytes for the model at the last of these steps, which the Attention tab can
             run; 0 stores none
     """

@@ -6,15 +6,15 @@ What the text means is decided by the annotations of the configs, as for flags.
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from vit.config import Config, Plans, TrainConfig, translated
 from vit.data.config import DataConfig
 from vit.data.layout import check_stored, recognize
-from vit.settings import read_yaml, require, shorten, suggest
+from vit.settings import parse, read_yaml, require, shorten, suggest
 
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
-CHANGING = {"model", "augment", "optim"}  # groups that a file may list under `budgets`
+Budgets: TypeAlias = dict[float, dict[Literal["model", "augment", "optim"], dict[str, Any]]]
 _CODE = Path(__file__).resolve().parent
 # Next to the code where the package is installed, beside it in a checkout.
 RECIPES = _CODE / "configs" if (_CODE / "configs").is_dir() else _CODE.parent / "configs"
@@ -116,16 +116,10 @@ def at_epochs(values: dict[str, Any], epochs: float) -> dict[str, Any]:
     Raises:
         ValueError: `budgets` is not of this form.
     """
+    budgets = parse(Budgets, values.get("budgets", {}), "budgets")
+    reached = [start for start in budgets if start <= epochs]
     settings = {key: value for key, value in values.items() if key != "budgets"}
-    try:
-        entries = {float(start): dict(entry) for start, entry in values.get("budgets", {}).items()}
-        if {key for entry in entries.values() for key in entry} - CHANGING:
-            raise ValueError
-    except (AttributeError, TypeError, ValueError):
-        form = "settings of model, augment and optim by epochs, such as {0: {model: {depth: 3}}}"
-        raise ValueError(f"budgets: this is not allowed; it must be {form}") from None
-    reached = [start for start in entries if start <= epochs]
-    return merge([settings, entries[max(reached)] if reached else {}])
+    return merge([settings, budgets[max(reached)] if reached else {}])
 
 
 def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The evaluator that follows attention through training: records, numbers and pictures."""
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import warn
+from vit.console import counted, note, warn
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.evaluation import Setup
@@ -19,13 +20,14 @@ from vit.model.attention_model import attention_model, require_attention
 from vit.reporting.attention_records import attention_records, read_frames
 from vit.reporting.heads import draw_heads, measure_groups
 from vit.reporting.live import LiveLog
-from vit.run.tracker import ROLLOUT_TAG, Logged, milestones
+from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES, ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import FRAMES_TAG, Record
 
 RECORD_TAG = "attention/probe_{:02d}"
 STATISTICS = {"entropy": "entropy / log N", "distance": "distance, pixels",
               "sink": "fraction to the top token"}  # fmt: skip
+FREE_TOKENS = 200_000  # to train on in the time in which attention is logged in any case
 MUTED_IMAGES = 500  # held-out images on which heads are muted, at most
 MUTED_FRACTION = 0.02  # of a run that muting may take
 
@@ -111,8 +113,18 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
         return None
     images = setup.held_out if len(setup.held_out) else setup.training
     # Training images may be stored larger than the model takes them.
-    probes = choose_images(images, track.probes, seed).resized(setup.preprocess)
-    steps = milestones(setup.total_steps, track.milestones)
+    grid = require_attention(setup.model).patch_embed.grid(*setup.preprocess.image_size)
+    trained, tokens = setup.total_steps * setup.config.train.batch_size, math.prod(grid)
+    room = max(LOGGED_FRACTION * trained, FREE_TOKENS / tokens)
+    room /= LOGGED_IMAGES * (1 + tokens / 1000)  # maps grow by the square of the tokens
+    number = min(track.probes, max(1, int(room / 2)))
+    count = min(track.milestones, max(1, int(room / number)))
+    if count * number < track.milestones * track.probes:
+        less = f"{counted(number, 'image')} at {counted(count, 'step')}"
+        more = f"{track.probes} at {track.milestones} would take over a tenth of the run"
+        note(f"attention is logged of {less}; {more}")
+    probes = choose_images(images, number, seed).resized(setup.preprocess)
+    steps = milestones(setup.total_steps, count)
     live = LiveLog(track.live_mb, len(steps)) if track.live_mb else None
     return AttentionLogging(probes, steps, seed, _images_to_mute(setup), live, images)
 

@@ -17,6 +17,7 @@ from vit.data.sampling import class_weights, divide_epoch
 from vit.data.stream import ImageFiles
 from vit.model.attention_model import size_unit
 from vit.pretrained.adapt import Pretrained
+from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES
 from vit.seeding import generator
 from vit.settings import changed_keys
 from vit.training.compile import compile_step
@@ -28,7 +29,6 @@ from vit.training.teacher import load_teacher
 
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
 TRAINING_FRACTION = 0.96  # of a time budget; the rest is for validation and checkpoints
-LOGGED_IMAGES = 80  # images trained on in the time in which the attention of one is logged
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
@@ -37,10 +37,7 @@ TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 def build_within(
     run: Run, training: ImageSet, source: Pretrained | None, plans: Plans
 ) -> tuple[Run, TrainingStep]:
-    """Build the training step; a new run follows the last plan that its epochs reach.
-
-    Then it is measured again, and the time of the first measurement counts as training time.
-    """
+    """Build the training step; a new run whose epochs reach a plan follows it, measured again."""
     step = build_step(run, training, source)
     epochs = step.schedule.total_steps / step.schedule.steps_per_epoch
     reached = [start for start in plans if start <= epochs and run.checkpoint is None]
@@ -72,29 +69,17 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
     teacher = load_teacher(run, training, schedule)
     changes = config.augment.changes_images or resizes
     if state.frozen and is_linear and teacher is None and not changes:
-        classifier = Classifier(
-            model.eval(), run.preprocess, training.classes, run.device, run.precision
-        )
-        features = classifier.features(training)
+        how = run.preprocess, training.classes, run.device, run.precision
+        features = Classifier(model.eval(), *how).features(training)
         forward = model.get_classifier()
-    weights = class_weights(training.class_counts()) if config.data.balance == "loss" else None
+    balanced = config.data.balance == "loss"
+    weights = class_weights(training.class_counts()).to(run.device) if balanced else None
     step = TrainingStep(
-        state=state,
-        forward=forward,
-        preprocess=run.preprocess,
-        classes=training.classes,
-        schedule=schedule,
-        augmentation=config.augment,
-        label_smoothing=config.optim.label_smoothing,
-        clip_grad=config.optim.clip_grad,
-        accumulate=config.train.accumulate,
-        precision=run.precision,
-        seed=config.train.seed,
-        world=world,
-        teacher=teacher,
-        class_weights=None if weights is None else weights.to(run.device),
-        features=features,
-    )
+        state, forward, run.preprocess, training.classes, schedule, config.augment,
+        label_smoothing=config.optim.label_smoothing, clip_grad=config.optim.clip_grad,
+        accumulate=config.train.accumulate, precision=run.precision, seed=config.train.seed,
+        world=world, teacher=teacher, class_weights=weights, features=features,
+    )  # fmt: skip
     minutes, track = config.train.budget_minutes, config.track
     end = begin + TRAINING_FRACTION * 60 * (minutes or 0)
     end -= EXPORT_SECONDS if track.probes and track.live_mb else 0
@@ -113,9 +98,8 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
             f"{config.out} has already made {state.step:,}; use more epochs"
         )
     shorten_averages(model, total_steps)
-    return dataclasses.replace(
-        step, schedule=dataclasses.replace(schedule, total_steps=total_steps)
-    )
+    schedule = dataclasses.replace(schedule, total_steps=total_steps)
+    return dataclasses.replace(step, schedule=schedule)
 
 
 def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
@@ -127,17 +111,13 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
         began = run.checkpoint.environment.get("steps_per_epoch", full_batches)
     parts = run.world.size * train.accumulate
     per_epoch, batch_size = divide_epoch(num_images, train.batch_size, parts, began)
+    full_size = run.preprocess.image_size
     return Schedule(
-        total_steps=train.epochs * per_epoch,
-        steps_per_epoch=per_epoch,
-        batch_size=batch_size,
-        full_size=run.preprocess.image_size,
-        small_size=scaled_size(run.preprocess.image_size, train.small_scale, unit),
-        small_fraction=train.small_share or 0.0,
-        mix_fraction=config.augment.mix_share,
-        warmup=config.optim.warmup,
-        decay=config.optim.schedule,
-    )
+        train.epochs * per_epoch, per_epoch, batch_size, full_size,
+        small_size=scaled_size(full_size, train.small_scale, unit),
+        small_fraction=train.small_share or 0.0, mix_fraction=config.augment.mix_share,
+        warmup=config.optim.warmup, decay=config.optim.schedule,
+    )  # fmt: skip
 
 
 def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
@@ -150,7 +130,7 @@ def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) 
     seconds_per_step = mean_step_seconds(step, training)
     step.state.load_state_dict(before)
     steps = (end - time.perf_counter()) / seconds_per_step
-    steps -= min(LOGGED_IMAGES * logged / step.schedule.batch_size, steps / 2)
+    steps -= min(LOGGED_IMAGES * logged / step.schedule.batch_size, LOGGED_FRACTION * steps)
     return int(step.world.agree(max(1, int(steps))))
 
 

@@ -155,24 +155,18 @@ def build_loop(
         epochs | {schedule.total_steps}, schedule.total_steps, schedule.image_size,
     )  # fmt: skip
     evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
+    made = [resolve_name(f"vit.{name}")(setup) for name in EVALUATORS.values()]
+    evaluators: list[Evaluator] = [evaluator for evaluator in made if evaluator is not None]
+    how = {"compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch}
     about: dict[str, Any] = {
-        "config": to_dict(config),
-        "preprocess": step.preprocess.to_dict(),
-        "classes": list(step.classes),
-        "num_images": len(training),
-        "fingerprint": training.fingerprint,
-        "environment": {
-            **run.environment(),
-            "compiled": step.compiled,
-            "steps_per_epoch": schedule.steps_per_epoch,
-        },
-    }
+        "config": to_dict(config), "preprocess": step.preprocess.to_dict(),
+        "classes": list(step.classes), "num_images": len(training),
+        "fingerprint": training.fingerprint, "environment": {**run.environment(), **how},
+    }  # fmt: skip
     return Loop(
         step, training, evaluators, tracker,
         write_checkpoint=partial(save_state, run.folder, step.state, about, run.world),
-        stop=run.stop,
-        log_every=config.track.every,
-        max_skipped=config.train.max_skipped,
+        stop=run.stop, log_every=config.track.every, max_skipped=config.train.max_skipped,
         balanced=config.data.balance == "sampler",
     )  # fmt: skip
 
