@@ -2,20 +2,25 @@
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from vit.registry import CORRUPTIONS
 
 from command_line import Call
 from vit.config import Config
-from vit.model_file import load_model
+from vit.model_file import load_model, save_model
 from vit.reporting.model_card import model_card
 from vit.run.folder import written_files
 from vit.training.train import train
 
 MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
+
+KINDS = ("shot_noise", "glass_blur", "fog", "jpeg")  # of each group, to be quick
 
 
 def draw(root: Path, count: int, seed: int = 0) -> Path:
@@ -99,3 +104,49 @@ def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
     # Whoever asks for it gets other results in the folder of the run, which the card leaves out.
     assert call(run, "report", "--data.root", others, "--out", run / "eval").code == 0
     assert "Not measured." in model_card(load_model(run))
+
+
+# Parts of a report.
+
+
+def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_changed(
+    base: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder = base / "run", base / "run/eval"
+    few = {kind: CORRUPTIONS[kind] for kind in KINDS}
+    monkeypatch.setattr("vit.reporting.corruptions.CORRUPTIONS", few)
+    parts = ("--coverage", "0.8", "--unfamiliar", "noise", "--corruptions", "--seed", "3")
+    assert call(run, "report", *parts).code == 0
+    first, drawn = json.loads((folder / "report.json").read_text()), content(folder)
+    for name, settings in {
+        "sets": {"coverage": 0.8},
+        "unfamiliar": {"seed": 3, "images": "noise"},
+        "corruptions": {"seed": 3},
+    }.items():
+        assert settings.items() <= first[name].items()
+        date.fromisoformat(first[name]["date"])
+    table = (folder / "predictions.csv").read_bytes()
+    assert b"set_lac,set_raps" in table
+    assert call(run, "report").code == 0
+    second = json.loads((folder / "report.json").read_text())
+    assert {k: v for k, v in second.items() if k != "images_per_second"} == {
+        k: v for k, v in first.items() if k != "images_per_second"
+    }
+    assert (folder / "predictions.csv").read_bytes() == table
+    for name in ("unfamiliar.png", "corruptions.png", "corrupted_images.png"):
+        assert (folder / name).read_bytes() == drawn[folder / name]
+    assert call(run, "report", "--coverage", "0.7").code == 0
+    third = json.loads((folder / "report.json").read_text())
+    assert third["sets"]["coverage"] == 0.7 and third["corruptions"] == first["corruptions"]
+    # Training goes on: a single weight is another.
+    saved = load_model(run, "cpu", "float32")
+    with torch.no_grad():
+        next(saved.classifier.model.parameters()).view(-1)[0].add_(1e-3)
+    file = run / "model.safetensors"
+    save_model(file, saved.classifier, saved.config, saved.step + 1, saved.fingerprint)
+    ended = call(run, "report")
+    assert ended.code == 0 and "unfamiliar" in ended.error and "dropped" in ended.error
+    fourth = json.loads((folder / "report.json").read_text())
+    assert not fourth.keys() & {"sets", "unfamiliar", "corruptions"}
+    assert b"set_lac" not in (folder / "predictions.csv").read_bytes()
+    assert not (folder / "corruptions.png").exists() and not (folder / "unfamiliar.png").exists()

@@ -51,7 +51,7 @@ def report_corruptions(
     }
     scalars = {f"corruptions/{kind}": row["mean"] for kind, row in found["kinds"].items()}
     scalars["corrupted_accuracy"] = found["mean"]
-    return Part("corruptions", found, as_table(found), pictures, scalars)
+    return Part("corruptions", {**found, "seed": seed}, as_table(found), pictures, scalars)
 
 
 def classify_corrupted(

@@ -1,6 +1,8 @@
 """The report on the test images: metrics and figures. Training ends with the same report."""
 
+import hashlib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,13 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import printable, say
+from vit.console import printable, say, warn
 from vit.data.images import ImageSet
 from vit.evaluation import evaluate, intervals
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
-from vit.files import write_json, write_picture, write_table
+from vit.files import require_file, write_json, write_picture, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import (
     calibration_table,
@@ -37,11 +39,12 @@ from vit.reporting.loading import (
     results_folder,
 )
 from vit.reporting.predictions import TOP, columns_of
-from vit.reporting.tables import Part, metrics_table
+from vit.reporting.tables import Part, StoredParts, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import event_writer, picture_tag
 from vit.seeding import generator
+from vit.settings import parse
 
 MISTAKES = 16  # images in the gallery
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
@@ -72,8 +75,8 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
         saved.classifier, test, folder, saved.step, options.batch_size, options.coverage, source
     )
     say(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
-    if options.coverage is not None:
-        say(f"\n{sets_table(result['sets'], options.coverage)}")
+    if sets := result.get("sets"):
+        say(f"\n{sets_table({kind: sets[kind] for kind in ('lac', 'raps')}, sets['coverage'])}")
     if unfamiliar is not None:
         say("\nscoring training, test and unfamiliar images")
         part = report_unfamiliar(saved.classifier, test, *unfamiliar, options)
@@ -100,7 +103,8 @@ def write_report(
     """Evaluate a classifier after training `step` steps, and write what is found into a folder.
 
     These are report.json, predictions.csv, pictures and events; files of an earlier report are
-    replaced. With a coverage, there are sets of classes too, see `Calibration.sets`.
+    replaced, except for its optional parts, if they are of the same model and images. With a
+    coverage, perhaps that of the earlier report, there are sets, see `Calibration.sets`.
     The report names the `source` of the images: data, root, and whether they are the run's own.
 
     Returns:
@@ -109,13 +113,16 @@ def write_report(
         numbers are of the logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
-    result |= intervals(logits, images.labels.cpu()) | {"source": source}
+    result |= intervals(logits, images.labels.cpu())
+    about = {"date": str(date.today()), "precision": str(classifier.precision).split(".")[1]}
+    kept = _kept_parts(folder, digest := _digest(classifier, images))
+    result |= {**about, "source": source, "digest": digest, **kept}
     result["calibration"] = measure_calibration(classifier, images, logits, result)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
-    if coverage is not None:
+    if coverage := coverage or kept.get("sets", {}).get("coverage"):
         uniform = torch.rand(len(images), generator=generator(0, "test"))
         sets = make_sets(classifier, logits, uniform, coverage)
-        result["sets"] = measure_sets(sets, images)
+        result["sets"] = {**about, "coverage": coverage, **measure_sets(sets, images)}
         columns = set_columns(sets, logits, images.classes)
         rows = (row | more for row, more in zip(rows, columns, strict=True))
     pictures = {
@@ -129,16 +136,38 @@ def write_report(
         chosen = images.select(wrong).in_memory()
         pictures["mistakes"] = draw_gallery(classifier, chosen, classifier.scaled(logits[wrong]))
     folder.mkdir(parents=True, exist_ok=True)
-    for old in report_files(folder):
+    for old in () if kept.keys() - {"sets"} else report_files(folder):
         old.unlink()
     _write(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
 
 
+def _digest(classifier: Classifier, images: ImageSet) -> str:
+    """Identify a model with its calibration, test images, and whether they are mirrored."""
+    about = (images.fingerprint, images.labels.tolist(), classifier.flip, classifier.calibration)
+    digest = hashlib.sha256(repr(about).encode())
+    for weight in classifier.model.state_dict().values():
+        digest.update(weight.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _kept_parts(folder: Path, digest: str) -> dict[str, Any]:
+    """Return the optional parts of an earlier report if it is of the same model and images."""
+    try:
+        data = require_file(folder / REPORT_FILE).read_bytes()
+        parts = parse(StoredParts, data, REPORT_FILE).model_dump(exclude_none=True)
+    except (OSError, ValueError):  # there is none
+        return {}
+    if parts.pop("digest") == digest or not parts:
+        return parts
+    warn(f"{folder}: the earlier {' and '.join(parts)} are dropped, of another model or images")
+    return {}
+
+
 def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
     """Add a part to a report and its folder, and print its table."""
-    result[part.name] = part.numbers
+    result[part.name] = {"date": result["date"], "precision": result["precision"], **part.numbers}
     _write(result, part.scalars, part.pictures, folder, step)
     say(f"\n{part.table}")
 

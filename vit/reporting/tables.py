@@ -11,7 +11,7 @@ from pydantic import Field, create_model
 
 from vit.console import printable
 from vit.files import require_file
-from vit.settings import parse, shorten
+from vit.settings import Between0And1, parse, shorten
 
 LONGEST_NAME = 40  # characters of a class name in a table
 
@@ -29,7 +29,7 @@ Row: Any = create_model("Row", n=(int, ...), **_measures("recall", "precision", 
 Probabilities: Any = create_model(
     "Probabilities", temperature=(Number, ...), **_measures("loss", "ece")
 )
-Source: Any = create_model("Source", own=(bool, True))
+Source: Any = create_model("Source", own=(bool, ...))
 # What is read from report.json again; other fields are ignored.
 StoredReport = create_model(
     "StoredReport",
@@ -42,6 +42,13 @@ StoredReport = create_model(
     source=(Source | None, None),
     **_measures("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1"),
 )
+
+Sets: Any = create_model("Sets", coverage=(Between0And1 | None, None))
+# What the next report keeps, and `digest`, which says what it is of.
+StoredParts = create_model(
+    "StoredParts", digest=(str, ""), sets=(Sets | None, None), unfamiliar=(Any, None),
+    corruptions=(Any, None),
+)  # fmt: skip
 
 
 def read_report(file: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def report_unfamiliar(
         f"perfect: AUROC 1, AUPR 1, FPR 0; random: 0.500, {share:.3f}, 0.950; FPR is the "
         "fraction of unfamiliar images that are accepted with 95% of the test images"
     )
-    numbers = {"images": str(options.unfamiliar), "n": len(others), **found}
+    numbers = {"images": str(options.unfamiliar), "n": len(others), "seed": options.seed, **found}
     pictures = {"unfamiliar": scores_picture(scores)}
     return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows), about]), pictures, {})
 
