@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from datetime import date
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from PIL import Image
 from vit.registry import CORRUPTIONS
 
 from command_line import Call
+from small_runs import ROOT
 from vit.config import Config
 from vit.model_file import load_model, save_model
 from vit.reporting.model_card import model_card
@@ -150,3 +155,61 @@ def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_c
     assert not fourth.keys() & {"sets", "unfamiliar", "corruptions"}
     assert b"set_lac" not in (folder / "predictions.csv").read_bytes()
     assert not (folder / "corruptions.png").exists() and not (folder / "unfamiliar.png").exists()
+
+
+# Before the work, and when it is interrupted.
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("report",), ("maps",), ("photo", "PHOTO"), ("predict", "PHOTO"), ("heads", "--images", "4"),
+     ("compare", "RUN"), ("export", "timm")],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(
+    words: tuple[str, ...], trained: Path, call: Call
+) -> None:
+    """Not even root can write there, as on a read-only disk."""
+    names = {"PHOTO": trained / "pictures/a/0.png", "RUN": trained / "run"}
+    for place in ("/proc/here", "/sys/kernel"):
+        out = f"{place}/table.csv" if words[0] == "predict" else place
+        ended = call(trained / "run", *(names.get(word, word) for word in words), "--out", out)
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.error.startswith(
+            f"error: out: cannot write to {place.removesuffix('/here')} ("
+        )
+        assert ended.error.endswith("; use another --out\n") and ended.error.count("\n") == 1
+
+
+def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path: Path, call: Call) -> None:
+    photo, out = tmp_path / "in/0000.jpg", tmp_path / "out"
+    photo.parent.mkdir()
+    Image.effect_noise((1600, 1200), 50).save(photo)
+    for number in range(1, 3000):
+        (tmp_path / f"in/{number:04}.jpg").hardlink_to(photo)
+    table = out / "table.csv"
+    words = ["cifar10_quick", "predict", str(photo.parent), "--out", str(table)]
+
+    def interrupt() -> str:
+        command = [sys.executable, str(ROOT / "eval.py"), *words, "--batch_size", "4"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while not [*out.glob(".*.tmp")]:  # the first rows are there
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)[0]
+        assert process.returncode == 130
+        return said
+
+    said = interrupt()
+    files = [line.partition(",")[0] for line in table.read_text().splitlines()[1:]]
+    assert files == [str(photo.with_name(f"{number:04}.jpg")) for number in range(len(files))]
+    assert 0 < len(files) < 3000
+    assert f"classified {len(files):,} of 3,000 files" in said and f"wrote {table}\n" in said
+    before = table.read_bytes()
+    said, part = interrupt(), out / "table_part.csv"
+    assert f"{table} exists and will be replaced when" in said and f"wrote {part}\n" in said
+    assert table.read_bytes() == before and part.read_text().startswith("file,class,")
+    ended = call("cifar10_quick", "predict", photo, "--out", table)
+    assert ended.code == 0 and f"{table} exists and will be replaced" in ended.out
+    assert [*out.iterdir()] == [table] and table.read_text().count("\n") == 2

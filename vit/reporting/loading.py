@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def results_folder(
     run's own: they are in eval/with_...
 
     Raises:
-        ValueError: It is a file, or a link inside the run or `out`, see `vit.files.inside`.
+        ValueError: It is a file, read-only, or a link inside the run or `out`, see `inside`.
     """
     what = ["flip"] if saved.classifier.flip else []
     if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
@@ -55,6 +56,11 @@ def results_folder(
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out: {existing} is a file; --out takes a folder")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        reason = error.strerror
+        raise ValueError(f"out: cannot write to {existing} ({reason}); use another --out") from None
     return folder
 
 

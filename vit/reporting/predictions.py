@@ -3,6 +3,7 @@
 Shapes: N images, C classes.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -20,6 +21,7 @@ from vit.classifier import PHOTO_KINDS, Classifier
 from vit.console import printable, say, warn
 from vit.data.photos import find_photos, to_photo
 from vit.data.stream import ImageFiles
+from vit.distributed.stop import Stopped, StopRequest, stop_on_signals
 from vit.files import require_file, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import make_sets, set_columns
@@ -35,8 +37,8 @@ COLUMNS = "file,class,probability,class_1,"  # the first of a table
 def predict_files(run: str, options: PredictConfig) -> Path:
     """Classify image files and write a table with a row for each.
 
-    The table appears when it is complete. Memory does not grow with the number of files, apart from
-    the list of their names.
+    The table appears when it is complete, or with the rows so far after Ctrl-C: beside an earlier
+    one, as NAME_part.csv. Memory grows only with the list of files.
 
     Returns:
         The table: a CSV file with the columns file, class, probability, class_1, probability_1 and
@@ -46,23 +48,33 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     Raises:
         ValueError: No images or the model can be read, or the output is a file that is not a table
             of predictions.
+        KeyboardInterrupt: After Ctrl-C or SIGTERM, when the rows so far are written.
     """
     paths = find_photos(options.photos, "predict")
     saved = load_run(run, options, options.flip)
     table = Path(options.out or results_folder(saved, None) / PHOTOS_FILE)
     results_folder(saved, str(table.parent))  # raises where it is a file
-    _require_own_table(table)
+    part = table.with_stem(f"{table.stem}_part") if table.exists() else table
+    for path in (table, part):
+        _require_own_table(path)
     say(saved.describe())
-    start = time.perf_counter()
-    rows = _rank_files(saved.classifier, paths, options)
-    first = next(rows, None)
-    if first is None:
+    if part != table:
+        say(f"{printable(table)} exists and will be replaced when all files are classified")
+    start, count = time.perf_counter(), 0
+    with contextlib.suppress(Stopped), stop_on_signals() as stop, stop.deferred():
+        rows = _rank_files(saved.classifier, paths, options, stop)
+        if first := next(rows, None):
+            table.parent.mkdir(parents=True, exist_ok=True)
+            count = write_table(part, itertools.chain([first], rows))
+    if not (count or stop.signal):
         raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
-    table.parent.mkdir(parents=True, exist_ok=True)
-    count = write_table(table, itertools.chain([first], rows))
-    speed = count / (time.perf_counter() - start)
-    place = printable(table)
-    say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {place}")
+    speed, place = count / (time.perf_counter() - start), part if stop.signal else table
+    if place != part:
+        part.replace(table)
+    wrote = f"; wrote {printable(place)}" if count else ""
+    say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s{wrote}")
+    if stop.signal:
+        raise KeyboardInterrupt
     return table
 
 
@@ -87,10 +99,10 @@ def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
 
 
 def _rank_files(
-    classifier: Classifier, paths: list[Path], options: PredictConfig
+    classifier: Classifier, paths: list[Path], options: PredictConfig, stop: StopRequest
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
-    decoded = _decode(classifier, paths)
+    decoded = itertools.takewhile(lambda _: not stop.signal, _decode(classifier, paths))
     while batch := list(itertools.islice(decoded, options.batch_size)):
         found, images = zip(*batch, strict=True)
         logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
