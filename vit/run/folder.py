@@ -63,7 +63,7 @@ EXPORTS = {
 _RESULTS = (
     *(REPORT_FILE, *REPORT_FILES, CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE, PHOTOS_FILE),
     *(f"{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
-    f"{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
+    *(f"{PHOTOS_FOLDER}/*{SHEET_SUFFIX}", "photos_part.csv"),
 )
 # The files that a run and its evaluations write, and so those that --overwrite deletes. The config
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
