@@ -1,5 +1,6 @@
 """Results of eval.py: which stay, where others are written, and what is said before the work."""
 
+import csv
 import json
 import shutil
 import signal
@@ -15,8 +16,10 @@ import torch
 from PIL import Image
 from vit.registry import CORRUPTIONS
 
+import vit
 from command_line import Call
 from small_runs import ROOT
+from vit.calibration import Calibration
 from vit.config import Config
 from vit.model_file import load_model, save_model
 from vit.reporting.model_card import model_card
@@ -44,7 +47,7 @@ def config_of(base: Path, epochs: int = 1) -> Config:
         data={"name": "folder", "root": str(base / "pictures"), "image_size": 16, "val_size": 20},
         model=MODEL,
         train={"epochs": epochs, "batch_size": 8, "device": "cpu", "small_share": 0,
-               "whiten": False},
+               "whiten": False, "precision": "bfloat16"},
         track={"probes": 0, "milestones": 1, "live_mb": 0},
     )  # fmt: skip
 
@@ -213,3 +216,34 @@ def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path: Path, call:
     ended = call("cifar10_quick", "predict", photo, "--out", table)
     assert ended.code == 0 and f"{table} exists and will be replaced" in ended.out
     assert [*out.iterdir()] == [table] and table.read_text().count("\n") == 2
+
+
+# Precision.
+
+
+def test_what_is_predicted_and_calibrated_is_float32_also_after_training_in_bfloat16(
+    trained: Path, base: Path, call: Call
+) -> None:
+    run, files = base / "run", sorted((trained / "pictures").rglob("*.png"))
+    assert load_model(run).config.train.precision == "bfloat16"
+    classifier = vit.load(run, "cpu")
+    pixels = [torch.from_numpy(np.array(Image.open(file))).movedim(2, 0) for file in files]
+    with torch.no_grad():
+        logits = classifier.model.float()(classifier.normalize(torch.stack(pixels)))
+    own = {path.relative_to(trained / "pictures").as_posix(): n for n, path in enumerate(files)}
+    split = list(csv.DictReader((run / "split.csv").read_text().splitlines()))
+    held_out = [own[row["file"]] for row in split if row["part"] == "val"]
+    labels = torch.tensor(["ab".index(files[number].parent.name) for number in held_out])
+    temperature = classifier.calibration.temperature
+    energies = Calibration.fit(logits[held_out], labels).energies
+    assert classifier.calibration.energies == pytest.approx(energies, abs=1e-6)
+    expected = (logits / temperature).softmax(dim=1).max(dim=1).values
+    assert json.loads((run / "eval/report.json").read_text())["precision"] == "float32"
+    assert call(run, "predict", trained / "pictures").code == 0
+    for table, rows in {
+        "predictions.csv": [own[row["file"]] for row in split if row["part"] == "test"],
+        "photos.csv": [*range(len(files))],
+    }.items():
+        with (run / "eval" / table).open() as file:
+            found = [float(row["probability"]) for row in csv.DictReader(file)]
+        assert sorted(found) == pytest.approx(sorted(expected[rows].tolist()), abs=2e-6)

@@ -120,7 +120,7 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
             checkpoint, the name of a bundled model such as "cifar10", the folder of a
             classifier as transformers saves it, or "hf-hub:OWNER/NAME" on the Hugging Face Hub.
         device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
-        precision: "auto" (bfloat16 where the hardware supports it), "float32" or "bfloat16".
+        precision: "auto" (float32, like exports), "float32" or "bfloat16".
 
     Raises:
         ValueError: There is no such model, the file is not a model of this project, or the device
@@ -150,6 +150,7 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
         weights, total_steps = about.ema or about.model, about.total_steps
         code = about.environment.get("attention_code")
     where, config, classes = choose_device(device), about.config, about.classes
+    dtype = choose_precision("float32" if precision == "auto" else precision, where)
     preprocess = about.preprocess or Preprocess.from_config(config.data)
     model = _build(config.model, preprocess, len(classes), weights, path)
     if code and code != attention_code(config.model):
@@ -158,8 +159,7 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
             "was trained, so its predictions are those of another function"
         )
     classifier = Classifier(
-        model.to(where).eval(), preprocess, classes, where, choose_precision(precision, where),
-        calibration=calibration,
+        model.to(where).eval(), preprocess, classes, where, dtype, calibration=calibration
     )  # fmt: skip
     return SavedModel(classifier, config, about.step, total_steps, path, about.fingerprint, home)
 

@@ -43,7 +43,7 @@ class EvalConfig:
     Attributes:
         out: folder for results; null is eval/ next to the model
         device: device to run on
-        precision: precision of matrix products
+        precision: precision; auto is float32
     """
 
     model: EvalModelConfig = field(default_factory=EvalModelConfig)

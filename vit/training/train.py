@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import yaml
 
 from vit.calibration import Calibration
@@ -92,7 +93,8 @@ def train(
                 write_split(run.config, training, held_out)
             loop = build_loop(run, step, training, held_out, tracker)
             loop.run()
-            classifier = loop.classifier()
+            # In bfloat16, thresholds and results would be others than those of exports.
+            classifier = dataclasses.replace(loop.classifier(), precision=torch.float32)
             if tracker is None:
                 return None
             with evaluating():
