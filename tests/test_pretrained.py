@@ -4,6 +4,7 @@ timm's models have random weights here.
 """
 
 import dataclasses
+import json
 import math
 import shutil
 from pathlib import Path
@@ -37,6 +38,7 @@ from vit.pretrained.architecture import (
 )
 from vit.pretrained.resolve import resolve_pretrained, with_statistics
 from vit.pretrained.sources import find_source
+from vit.pretrained.transformers import read_transformers
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
@@ -555,3 +557,46 @@ def test_a_run_of_a_timm_model_names_it(tmp_path):
     assert "nothing is new: its head has the same classes" in source.adapted(KINDS)[1]
     for key, value in load_model(run).classifier.model.state_dict().items():
         assert torch.equal(source.weights[key], value), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "mean", "std"),
+    [
+        ("dinov2", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ("deit", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ("vit", (0.5,) * 3, (0.5,) * 3),
+    ],
+)
+def test_transformers_without_a_preprocessor_are_normalized_as_usual(
+    tmp_path: Path, kind: str, mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
+    shapes = {"embeddings.cls_token": (1, 1, 16), "embeddings.position_embeddings": (1, 17, 16)}
+    shapes["embeddings.patch_embeddings.projection.weight"] = (16, 3, 8, 8)
+    layer = "encoder.layer.0."
+    linear = {
+        "intermediate.dense": (32, 16), "output.dense": (16, 32), "layernorm_before": (16,),
+        "layernorm_after": (16,),
+        **{f"attention.{name}": (16, 16) for name in (
+            "attention.query", "attention.key", "attention.value", "output.dense"
+        )},
+    }  # fmt: skip
+    shapes |= {f"{layer}{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{layer}{name}.bias": shape[:1] for name, shape in linear.items()}
+    shapes |= {"embeddings.patch_embeddings.projection.bias": (16,)}
+    shapes |= {"layernorm.weight": (16,), "layernorm.bias": (16,)}
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    about = {
+        "model_type": kind, "image_size": 32, "num_attention_heads": 2, "layer_norm_eps": 1e-6,
+        "hidden_act": "gelu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    source, preprocess = read_transformers(tmp_path)
+    assert (source.mean, source.std) == (preprocess.mean, preprocess.std)
+    assert source.mean == pytest.approx(mean) and source.std == pytest.approx(std)
+    (note,) = source.notes
+    assert f"usual for {kind}" in note and ("ImageNet" in note) == (kind != "vit")
+    given = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    source = read_transformers(tmp_path)[0]
+    assert source.mean == pytest.approx((0.1, 0.2, 0.3)) and source.notes == ()

@@ -25,8 +25,10 @@ from vit.model.timm_model import NORM_EPS
 from vit.model_file import ModelMetadata
 from vit.pretrained.adapt import Pretrained, fit
 from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
+from vit.registry import IMAGENET
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
+OF_IMAGENET = ("deit", "dinov2", "dinov2_with_registers", "dinov3_vit")  # normalized as it is
 # What config.json leaves out where SigLIP has its defaults.
 SIGLIP = {"num_attention_heads": 12, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
@@ -97,7 +99,7 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
             # Two classes of ImageNet are called crane.
             classes = tuple(f"{x} ({n})" if kept.count(x) > 1 else x for n, x in enumerate(kept))
         settings = _settings(weights, kind, about, name)
-        preprocess = _preprocess(folder / "preprocessor_config.json", input_size, notes)
+        preprocess = _preprocess(folder / "preprocessor_config.json", input_size, kind, notes)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
             safetensors.SafetensorError) as error:  # fmt: skip
         if str(error).startswith("model."):  # which says more
@@ -200,15 +202,19 @@ def _settings(
     return settings
 
 
-def _preprocess(path: Path, input_size: tuple[int, ...], notes: list[str]) -> Preprocess:
-    """Read how images are prepared; without a file, they get the model's size, 0.5 and 0.5."""
+def _preprocess(path: Path, input_size: tuple[int, ...], kind: str, notes: list[str]) -> Preprocess:
+    """Read how images are prepared; without a file, as is usual for models of a kind."""
     channels, height, width = input_size
+    usual = IMAGENET if channels == 3 and kind in OF_IMAGENET else [[0.5] * channels] * 2
     about: dict[str, Any] = {"size": {"height": height, "width": width}, "resample": 3}
-    about |= {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
+    about |= dict(zip(("image_mean", "image_std"), usual, strict=True))
     if path.is_file():
         about |= json.loads(path.read_text(encoding="utf-8"))
     else:
-        notes.append(f"not in the folder: {path.name}; mean and std are taken to be 0.5")
+        values = "those of ImageNet" if usual is IMAGENET else "0.5"
+        notes.append(
+            f"not in the folder: {path.name}; as usual for {kind}, mean and std are {values}"
+        )
     if not about.get("do_normalize", True):
         about |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
     scale = 255 * about.get("rescale_factor", 1 / 255)
