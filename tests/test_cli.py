@@ -297,6 +297,29 @@ def test_a_model_that_cannot_be_built_is_refused_before_data_is_read() -> None:
             make(depth=0)
 
 
+SWITCH_VALUES = [([], True), (["true"], True), (["False"], False), (["on"], True), (["0"], False)]
+
+
+@pytest.mark.parametrize(("value", "meant"), SWITCH_VALUES)
+def test_a_switch_may_have_a_value_everywhere(value: list[str], meant: bool) -> None:
+    for key in (key for key, kind in types_of(Config).items() if kind is bool):
+        for words in ([f"--{key}", *value], [f"--{key}={text}" for text in value]):
+            config, _ = parse_train([*words, "--model.depth", "3"])
+            group, _, name = key.rpartition(".")
+            of_key = getattr(getattr(config, group) if group else config, name)
+            assert of_key is meant or (not words and not value)
+    for index, key in enumerate(("overwrite", "resume.allow_changes")):
+        assert [*parse_train([f"--{key}", *value, "--out", "x"])[1].values()][index] is meant
+        refused([f"--{key}", "perhaps"], f"error: {key}: perhaps is not allowed; it must be true")
+    for name, (command, _) in COMMANDS.items():
+        others = {"photo": ["true.jpg"], "predict": ["a.jpg", "b"], "compare": ["c"]}.get(name, [])
+        for key in (key for key, kind in types_of(command).items() if kind is bool):
+            for words in ([*others, f"--{key}", *value], [f"--{key}", *value, *others]):
+                options = parse_eval(["x", name, *words])[2]
+                assert getattr(options, key) is meant
+                assert not others or tuple(others) in vars(options).values()
+
+
 def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     for text, expected in (

@@ -26,7 +26,7 @@ from vit.config import Config, to_dict
 from vit.console import is_out_of_memory, note_once, printable, program, rank, say
 from vit.recipes import compose, read_config
 from vit.reporting.config import COMMANDS
-from vit.settings import ImageSize, keys, read_yaml, shorten, suggest, unknown
+from vit.settings import ImageSize, keys, read_yaml, require, shorten, suggest, unknown
 
 # What train.py is told beside the config.
 SWITCHES = {
@@ -36,6 +36,8 @@ SWITCHES = {
     "resume.allow_changes": "resume an interrupted run even if settings of the optimizer, the "
     "schedule, the augmentation or the hardware have changed; data and model must be the same",
 }
+# Of a switch, which without a value is true; what pydantic takes for a bool.
+TRUE, FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
 RENAMED = {"attention": "maps", "image": "photo"}  # flags of version 0.1, commands now
 
 
@@ -123,7 +125,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
         "earlier ones, and flags override files (default: quick)",
     )  # fmt: skip
     for name, what in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
+        parser.add_argument(f"--{name}", default="false", metavar="[VALUE]", help=what)
     _add_fields(parser, Config)
     for field in dataclasses.fields(Config):
         if dataclasses.is_dataclass(field.type):
@@ -131,7 +133,10 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
             _add_fields(group, field.type, f"{field.name}.")
     given = parser.parse(arguments)
     files = given.pop("config")
-    print_config, *chosen = (given.pop(name) for name in SWITCHES)
+    texts = {name: given.pop(name) for name in SWITCHES}
+    for name, text in texts.items():
+        require(text.lower() in TRUE + FALSE, name, text, "true or false")
+    print_config, *chosen = (text.lower() in TRUE for text in texts.values())
     if text := given.get("model.timm_args"):
         given["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
     config, plans = compose([read_config(file) for file in files], _nested(given))
@@ -199,7 +204,13 @@ class _Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return what the command line sets, as {key: text}."""
-        given, rest = self.parse_known_args(arguments)
+        words, has_others = list(arguments), bool(self._get_positional_actions())
+        switches = {f"--{a.dest}" for a in self._actions if str(a.metavar).startswith("[")}
+        for index, word in enumerate(arguments):
+            after = "".join(arguments[index + 1 : index + 2]).lower()
+            is_value = after in TRUE + FALSE or (after[:1] not in ("", "-") and not has_others)
+            words[index] += "=true" if word in switches and not is_value else ""
+        given, rest = self.parse_known_args(words)
         if rest and rest[0].startswith("-"):
             key = rest[0].removeprefix("--").partition("=")[0]
             raise ValueError(unknown(key, [action.dest for action in self._actions]))
@@ -212,7 +223,7 @@ class _Parser(argparse.ArgumentParser):
 def _add_fields(parser: Any, config: Any, prefix: str = "", short: bool = False) -> None:
     """Add a flag for each field, or an argument for a field without a default.
 
-    With `short`, a switch takes no value, and what is in groups of settings is added as well.
+    With `short`, what is in groups of settings is added as well.
     """
     about: dict[str, str] = {}
     for base in reversed(config.__mro__):
@@ -230,14 +241,12 @@ def _add_fields(parser: Any, config: Any, prefix: str = "", short: bool = False)
             singular = field.name.removesuffix("s").upper()
             parser.add_argument(field.name, metavar=singular, help=help_text, **how)
             continue
-        if short and field.type is bool:
-            how["action"] = "store_true"
-        else:
-            how["metavar"] = "V" if short else "VALUE"
-            notes = _choices(field.type)  # in short texts, the first is the default
-            if not (short and notes) and field.default not in (None, ()):
-                notes.append("default: " + json.dumps(field.default).strip('"'))
-            help_text += f" ({', '.join(notes)})" if notes else ""
+        value = "V" if short else "VALUE"
+        how["metavar"] = f"[{value}]" if field.type is bool else value
+        notes = _choices(field.type)  # in short texts, the first is the default
+        if not (short and (notes or field.type is bool)) and field.default not in (None, ()):
+            notes.append("default: " + json.dumps(field.default).strip('"'))
+        help_text += f" ({', '.join(notes)})" if notes else ""
         how |= {"default": argparse.SUPPRESS, "help": help_text}
         parser.add_argument(f"--{prefix}{field.name}", **how)
 
