@@ -15,13 +15,7 @@ from vit.data.images import ImageSet
 from vit.data.layout import some
 from vit.data.pixels import open_image
 from vit.data.preprocess import Preprocess
-from vit.data.sampling import (
-    balanced_subset,
-    choose_together,
-    describe_counts,
-    held_out,
-    held_out_beside,
-)
+from vit.data.sampling import balanced_subset, describe_counts, held_out, held_out_beside, together
 from vit.data.stream import UNREADABLE, ImageFiles, first_copies
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
@@ -225,7 +219,7 @@ def split_training(
     images = open_images(data, True, count, shared)
     first = first_copies(images.origins if images.fingerprint else range(len(images)))
     choose = partial(held_out, classes=images.classes, size=val_size, seed=seed)
-    training, held = images.divide(choose_together(images.labels, first, choose))
+    training, held = images.divide(together(images.labels, first, choose))
     if size is None:
         return training, held
     most = f"at most {len(training)}, the number of training images"

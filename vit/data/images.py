@@ -19,7 +19,7 @@ from vit.console import printable
 from vit.data.config import DataConfig
 from vit.data.layout import some
 from vit.data.preprocess import Preprocess
-from vit.data.sampling import choose_together, fraction_per_class
+from vit.data.sampling import fraction_per_class, together
 from vit.data.stream import ImageFile, ImageFiles, first_copies
 from vit.settings import shorten
 
@@ -171,5 +171,5 @@ def user_files(
     if fraction is None:
         return images
     choose = partial(fraction_per_class, fraction=fraction, seed=0, purpose="data.test_fraction")
-    test = choose_together(labels, first, choose)
+    test = together(labels, first, choose)
     return images.divide(test)[0 if train else 1]

@@ -56,7 +56,7 @@ def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str)
     return order[turn < number].sort().values
 
 
-def choose_together(labels: Tensor, first: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
+def together(labels: Tensor, first: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
     """Choose images by the labels of different ones, and their copies; first (N,) is of each copy.
 
     Copies with several labels are not chosen. A class without two different images of its own could
