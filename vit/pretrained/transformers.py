@@ -19,13 +19,13 @@ from vit.config import Config
 from vit.console import warn
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
+from vit.data.specs import IMAGENET
 from vit.files import require_file
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
 from vit.model_file import ModelMetadata
 from vit.pretrained.adapt import Pretrained, fit
 from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
-from vit.registry import IMAGENET
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
 OF_IMAGENET = ("deit", "dinov2", "dinov2_with_registers", "dinov3_vit")  # normalized as it is

@@ -94,7 +94,7 @@ def train(
             loop = build_loop(run, step, training, held_out, tracker)
             loop.run()
             # In bfloat16, thresholds and results would be others than those of exports.
-            classifier = dataclasses.replace(loop.classifier(), precision=torch.float32)
+            classifier = replace(loop.classifier(), precision=torch.float32)
             if tracker is None:
                 return None
             with evaluating():
@@ -157,8 +157,6 @@ def build_loop(
         epochs | {schedule.total_steps}, schedule.total_steps, schedule.image_size,
     )  # fmt: skip
     evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
-    made = [resolve_name(f"vit.{name}")(setup) for name in EVALUATORS.values()]
-    evaluators: list[Evaluator] = [evaluator for evaluator in made if evaluator is not None]
     how = {"compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch}
     about: dict[str, Any] = {
         "config": to_dict(config), "preprocess": step.preprocess.to_dict(),
