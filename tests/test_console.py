@@ -2,7 +2,10 @@
 
 import html
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from command_line import Call
+from models import save_untrained
+from small_runs import ROOT
 from vit.config import Config
 from vit.console import note, printable, say
 from vit.reporting.tables import _columns, markdown, markdown_table, text_table
@@ -32,6 +37,20 @@ def test_what_is_printed_cannot_control_a_terminal(capsys: pytest.CaptureFixture
     for encoding, expected in (("ascii", b"\\xe9 \\u732b\n"), ("cp1252", b"\xe9 \\u732b\n")):
         say("é 猫", file=(stream := io.TextIOWrapper(io.BytesIO(), encoding, newline="")))
         assert stream.detach().getvalue() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [{"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_a_photo_is_drawn_where_output_has_few_letters(tmp_path: Path, how: dict[str, str]) -> None:
+    run = save_untrained(tmp_path, {"depth": 1}, classes=(*(f"é 猫{n}" for n in range(6)),))
+    Image.new("RGB", (40, 40)).save(photo := tmp_path / "a.png")
+    command = [sys.executable, ROOT / "eval.py", run, "photo", photo, "--device", "cpu"]
+    environment = {**os.environ, "PYTHONUTF8": "0", **how}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    name = b"\\xe9 \\u732b" if "LC_ALL" in how else b"\xe9 \\u732b"
+    assert done.stdout.count(name) >= 5 and done.returncode == 0, done
 
 
 @given(st.text())

@@ -1,9 +1,13 @@
 """What pictures show, and where."""
 
+import shutil
+from pathlib import Path
+
 import matplotlib
 import numpy as np
 import pytest
 import torch
+from matplotlib import font_manager
 from torch import Tensor
 
 from vit.evaluation import wilson_interval
@@ -183,15 +187,30 @@ def test_captions_name_truth_and_guess() -> None:
     assert captions == ["true dog\npredicted cat 70%", "true ship\npredicted ship 100%"]
 
 
-def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch):
-    """STIXGeneral, which comes with matplotlib, stands for an East Asian font."""
+def test_letters_that_the_default_font_lacks_come_from_another_or_are_noted(
+    monkeypatch, tmp_path, capsys
+):
+    """STIXGeneral, which comes with matplotlib, is installed or not."""
     letter, pictures = "\u1d8a", []
-    for installed in ((), ("No Such Font", "STIXGeneral")):
-        monkeypatch.setattr(canvas, "EAST_ASIAN", installed)
-        canvas.font_file.cache_clear()
-        pictures.append(table([[Panel(np.zeros((9, 9, 3), np.uint8), letter)]], (99, 99)))
+    source = Path(matplotlib.get_data_path()) / "fonts/ttf/STIXGeneral.ttf"
+    for installed in (False, True):
+        if installed:
+            shutil.copy(source, tmp_path)
+            (tmp_path / "broken.ttf").write_bytes(b"no font")
+        monkeypatch.setattr(font_manager, "X11FontDirectories", [str(tmp_path)])
+        for cached in (canvas.font_file, canvas._installed, canvas.note_once):
+            cached.cache_clear()
+        for word in (letter, f"a {letter}"):
+            pictures.append(table([[Panel(np.zeros((9, 9, 3), np.uint8), word)]], (99, 99)))
         pictures.append(confusion_picture([[1, 0], [0, 1]], [letter, "b"]))
-    assert (pictures[0] != pictures[2]).any() and (pictures[1] != pictures[3]).any()
+        assert capsys.readouterr().err.count("apt install fonts-noto-core\n") == (not installed)
+    for without, with_font in zip(pictures[:3], pictures[3:], strict=True):
+        assert (without != with_font).any()
+    table([[Panel(np.zeros((9, 9, 3), np.uint8), "قط")]], (99, 99))  # DejaVu Sans has these letters
+    assert capsys.readouterr() == ("", "")
+    for word in ("猫", "고양이"):  # which neither font has
+        table([[Panel(np.zeros((9, 9, 3), np.uint8), word)]], (99, 99))
+    assert capsys.readouterr().err.count("apt install fonts-noto-cjk\n") == 1
 
 
 @pytest.mark.parametrize(

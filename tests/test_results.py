@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from vit.registry import CORRUPTIONS
 
 import vit
 from command_line import Call
 from small_runs import ROOT
 from vit.calibration import Calibration
 from vit.config import Config
+from vit.data.severities import CORRUPTIONS
 from vit.model_file import load_model, save_model
 from vit.reporting.model_card import model_card
 from vit.run.folder import written_files

@@ -4,7 +4,9 @@ They are drawn with Pillow. matplotlib supplies fonts, and is imported when it i
 that takes time.
 """
 
+import contextlib
 import functools
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from vit.console import note_once
 from vit.explain.colours import UNIFORM, Bar, colour, colour_map
 
 DPI = 100  # pixels to 72 points
@@ -20,13 +23,6 @@ GAP = 6  # pixels between panels
 BAR, SHORTEST, LONGEST = 58, 150, 220  # width and lengths of a colour bar, in pixels
 FONT_SIZE = 9  # points
 LINE = 15  # pixels from one line of words to the next
-
-# Common fonts on Linux, macOS and Windows with Chinese, Japanese and Korean letters.
-EAST_ASIAN = (
-    "Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "IPAexGothic",
-    "Hiragino Sans", "PingFang SC", "Hiragino Sans GB", "Apple SD Gothic Neo", "Arial Unicode MS",
-    "Yu Gothic", "Microsoft YaHei", "Malgun Gothic",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,29 +195,35 @@ def _load_font(file: str, zoom: float) -> ImageFont.FreeTypeFont:
 
 @functools.lru_cache(maxsize=1000)
 def font_file(words: str) -> str:
-    """Choose the font for a text: the first of those that lack the fewest of its letters.
-
-    The first is matplotlib's default font; installed ones with East Asian letters follow.
-    """
+    """Choose matplotlib's default font, or the installed one that lacks the fewest letters."""
     import matplotlib
 
     default = str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf")
-
-    def count_lacking(file: str) -> int:
-        return len({ord(letter) for letter in words if letter != "\n"} - _letters(file))
-
-    if words.isascii() or not count_lacking(default):
+    needed = {ord(letter) for letter in words if letter.isprintable()}
+    if words.isascii() or needed <= _letters(default):
         return default
-    from matplotlib import font_manager
+    best = min([default, *_installed()], key=lambda file: len(needed - _letters(file)))
+    if lacking := needed - _letters(best):
+        is_wide = any(unicodedata.east_asian_width(chr(code)) in "WF" for code in lacking)
+        package = "fonts-noto-cjk" if is_wide else "fonts-noto-core"
+        why = "pictures show boxes for letters of names that no installed font has"
+        note_once(f"{why}; install one, e.g. with apt install {package}")
+    return best
 
-    installed = {*font_manager.fontManager.get_font_names()} & {*EAST_ASIAN}
-    others = [str(font_manager.findfont(name)) for name in EAST_ASIAN if name in installed]
-    return min([default, *others], key=count_lacking)
+
+@functools.cache
+def _installed() -> list[str]:
+    from matplotlib import font_manager  # whose list of names is not updated when one is installed
+
+    return sorted(font_manager.findSystemFonts(), key=lambda file: ("Regular" not in file, file))
 
 
 @functools.cache
 def _letters(file: str) -> frozenset[int]:
-    """List the code points that a font has."""
+    """List the code points that a font draws; none if it cannot be used."""
     from matplotlib.ft2font import FT2Font
 
-    return frozenset(FT2Font(file).get_charmap())
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        if (font := FT2Font(file)).scalable and "LastResort" not in file:  # which has only boxes
+            return frozenset(font.get_charmap())
+    return frozenset()
