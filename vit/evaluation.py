@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -243,6 +244,27 @@ def mcnemar(only_first: int, only_second: int) -> float:
     tries, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(tries, k) for k in range(fewer + 1))
     return min(1.0, 2 * tail / 2**tries)
+
+
+def student(name: str, *samples: Tensor) -> tuple[dict[str, Any], float | None]:
+    """Return a mean, or the difference of two, with its 95% interval by name, and its p-value.
+
+    It is that of a mean of 0 in Student's t-test, or Welch's. Samples are (N,); interval and
+    p-value are None if one has a single value, or if none varies.
+    """
+    mean = samples[0].mean().item() - sum(sample.mean().item() for sample in samples[1:])
+    squares = [s.var().item() / len(s) if len(s) > 1 else math.nan for s in samples]
+    if not (square := sum(squares)) > 1e-18:  # rounding
+        return {name: mean, f"{name}_95": None}, None
+    parts = [part**2 / (len(s) - 1) for part, s in zip(squares, samples, strict=True)]
+    freedom = square**2 / sum(parts)
+    angles = np.linspace(0, 1, 100_001) ** 3 * math.pi / 2  # cubed, as p-values may be small
+    heights = np.sin((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
+    tails = np.append(0, np.cumsum(heights * np.diff(angles)))  # |t| > sqrt(freedom) / tan(angle)
+    scale, tails = math.sqrt(square * freedom), tails / tails[-1]
+    p_value = float(np.interp(math.atan2(scale, abs(mean)), angles, tails))
+    half = scale / math.tan(np.interp(0.05, tails, angles))
+    return {name: mean, f"{name}_95": (mean - half, mean + half)}, p_value
 
 
 def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:

@@ -7,15 +7,16 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.config import to_dict
 from vit.console import printable, say
 from vit.data.images import ImageSet
-from vit.evaluation import average, evaluate, intervals, mcnemar
+from vit.evaluation import average, evaluate, intervals, mcnemar, student
 from vit.files import write_atomically, write_json
 from vit.hardware import describe
 from vit.model.attention_model import require_attention
@@ -25,11 +26,12 @@ from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
 from vit.reporting.loading import load_run, load_test, require_own, require_packages, results_folder
 from vit.reporting.tables import markdown, markdown_table, with_interval
-from vit.settings import shorten
+from vit.settings import changed_keys, shorten
 
 MOST_MOVED = 8  # images listed
 LONGEST_NAME = 40  # characters of a model's name, and of all names in that of a folder
 CALLED = ("depth", "embed_dim", "patch_size", "attention")  # what a ViT is always called by
+Maps: TypeAlias = Tensor | None
 MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy", "balanced_accuracy_95")
 
 
@@ -42,13 +44,17 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     """
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
-    models = [load_run(name, options) for name in (run, *options.others)]
+    given = [run, *options.others, *options.against]
+    models = [load_run(name, options) for name in given]
     first = models[0]
+    paths = [saved.path.resolve() for saved in models]
+    if twice := [str(path) for path in paths if paths.count(path) > 1]:
+        raise ValueError(f"compare: {twice[0]} is given twice; name each run once")
     tests = [_load_test(saved, first, options.data.root) for saved in models]
     names = [printable(saved.name).replace("\\", "_")[:LONGEST_NAME] for saved in models]
     if len({*names}) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names, start=1)]
-    folder = _own_folder(first, [run, *options.others], names, options)
+    folder = _own_folder(first, given, names, options)
     folder.mkdir(parents=True, exist_ok=True)
     say("\n".join(saved.describe() for saved in models))
     rows: list[dict[str, Any]] = []
@@ -72,6 +78,9 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         "models": rows,
     }
     text = as_text(content)
+    if options.against:
+        content["over_runs"], table = _compare_groups(models, rows, 1 + len(options.others))
+        text += f"\n\n{table}"
     say(f"\n{text}")
     if options.corruptions:
         pairs = [(saved.classifier, test) for saved, test in zip(models, tests, strict=True)]
@@ -90,12 +99,41 @@ def _own_folder(
     """Return the folder of this comparison, which is that of the same models and data alone."""
     compared = [Path(one) if one else None for one in (*given, options.data.root)]
     places = [str(one.resolve() if one and one.exists() else one) for one in compared]
+    places += [str(len(options.others))] if options.against else []
     digest = hashlib.sha256("\0".join(places).encode(errors="surrogateescape")).hexdigest()[:8]
     name = f"compare_{'_'.join(names[1:])[:LONGEST_NAME]}_{digest}"  # file systems allow 255 bytes
     folder = results_folder(first, options.out, name)
     table, others = folder / "comparison.json", folder.glob("comparison.*")
     require_own(table, {"models", "options"}, others, "a comparison")
     return folder
+
+
+def _compare_groups(
+    models: Sequence[SavedModel], rows: Sequence[dict[str, Any]], size: int
+) -> tuple[dict[str, Any], str]:
+    """Compare mean accuracy over the first `size` runs, and over the others; return a table too."""
+    table = [["group", "runs", "mean accuracy (95% interval over runs)"]]
+    notes, groups, samples = [], [], []
+    for title, part in (("first", slice(size)), ("second", slice(size, None))):
+        first, *others = models[part]
+        for saved in others:
+            changes = changed_keys(to_dict(first.config), to_dict(saved.config))
+            if more := [key for key in changes if not key.startswith(("out: ", "train.seed: "))]:
+                what = f"{saved.path} differs from {first.path} in more than the seed"
+                notes.append(f"{what}: {shorten('; '.join(more), 200)}")
+        own = sorted((row["seed"], row["name"], row["accuracy"]) for row in rows[part])
+        seeds, names, values = zip(*own, strict=True)
+        samples.append(torch.tensor(values, dtype=torch.float64))
+        groups.append({"runs": names, "seeds": seeds, **student("accuracy", samples[-1])[0]})
+        mean = with_interval(groups[-1], "accuracy", ".2%")
+        table.append([title, f"{len(names)}: {', '.join(names)}", mean])
+    paired = groups[0]["seeds"] == seeds and len({*seeds}) == size
+    found, p = student("accuracy", *([samples[0] - samples[1]] if paired else samples))
+    table.append(["first - second", "–", with_interval(found, "accuracy", ".2%")])
+    test = "paired t-test over seeds" if paired else "Welch's t-test"
+    content = {"groups": groups, "difference": {**found, "p": p, "test": test}, "notes": notes}
+    result = "no test: one run, or no variation" if p is None else f"{test}: p = {p:.2g}"
+    return content, "\n\n".join([markdown_table(table), *map(markdown, (result, *notes))])
 
 
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
@@ -110,11 +148,13 @@ def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageS
             f"compare: {saved.path} was trained on {saved.config.data.name}, not on {data.name} "
             f"like {first.path}; only models of the same data set can be compared"
         )
+    if {*saved.classifier.classes} != {*first.classifier.classes}:
+        raise ValueError(f"compare: {saved.path} and {first.path} must have the same classes")
     config = dataclasses.replace(saved.config, data=data)
     return load_test(dataclasses.replace(saved, config=config), root)
 
 
-def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor | None:
+def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Maps:
     """Return the rollout of all test images in fractions, (N, rows, columns); None without maps."""
     if not classifier.has_maps:
         return None
@@ -131,6 +171,7 @@ def _describe(saved: SavedModel, architecture: str) -> dict[str, Any]:
         "path": str(saved.path),
         "architecture": architecture,
         "parameters": sum(p.numel() for p in saved.classifier.model.parameters()),
+        "seed": saved.config.train.seed,
         "steps": saved.step,
         "finished": saved.finished,
     }
@@ -148,11 +189,7 @@ def name_architectures(models: Sequence[ModelConfig]) -> list[str]:
 
 
 def differences(
-    right: Tensor,
-    maps: Tensor | None,
-    right_other: Tensor,
-    maps_other: Tensor | None,
-    test: ImageSet,
+    right: Tensor, maps: Maps, right_other: Tensor, maps_other: Maps, test: ImageSet
 ) -> dict[str, Any]:
     """Compare two models: which images they classify correctly, (N,) bool, and their rollout.
 
@@ -170,13 +207,9 @@ def differences(
     rows, columns = map(max, maps.shape[1:], maps_other.shape[1:])
     more = _divide(maps, rows, columns) - _divide(maps_other, rows, columns)
     moved = (more.abs().sum(dim=(1, 2)) + more.sum(dim=(1, 2)).abs()) / 2
-    most = moved.topk(min(MOST_MOVED, len(moved)))
-    listed = zip(most.indices.tolist(), most.values.tolist(), strict=True)
-    return {
-        **found,
-        **average("moved_attention", moved),
-        "most_moved": [{**test.entry(index), "moved": value} for index, value in listed],
-    }
+    most = moved.argsort(descending=True)[:MOST_MOVED].tolist()
+    listed = [{**test.entry(index), "moved": moved[index].item()} for index in most]
+    return {**found, **average("moved_attention", moved), "most_moved": listed}
 
 
 def _divide(maps: Tensor, rows: int, columns: int) -> Tensor:
@@ -195,29 +228,22 @@ def as_text(content: dict[str, Any]) -> str:
     first, *others = content["models"]
     heads = ["model", "architecture", "parameters", "steps", "accuracy (95% interval)"]
     heads += ["mean recall", "images/s", "right alone", f"p against {first['name']}"]
-    heads += ["attention elsewhere"]
-    rows, own = [heads], markdown(first["name"])
+    rows, own = [[*heads, "attention elsewhere"]], markdown(first["name"])
     for model in content["models"]:
         unfinished = "" if model["finished"] else " (unfinished)"
         alone_first, alone = model.get("only_right", (0, 0))
         rows.append([
-            model["name"],
-            model["architecture"],
-            f"{model['parameters']:,}",
-            f"{model['steps']:,}{unfinished}",
-            with_interval(model, "accuracy", ".2%"),
-            with_interval(model, "balanced_accuracy", ".2%"),
-            f"{model['images_per_second']:,.0f}",
+            model["name"], model["architecture"], f"{model['parameters']:,}",
+            f"{model['steps']:,}{unfinished}", with_interval(model, "accuracy", ".2%"),
+            with_interval(model, "balanced_accuracy", ".2%"), f"{model['images_per_second']:,.0f}",
             f"{alone:,} : {alone_first:,}" if model in others else "–",
             f"{model['mcnemar_p']:.2g}" if model in others else "–",
             with_interval({"moved_attention": None, **model}, "moved_attention", ".1%"),
         ])  # fmt: skip
-    return "\n".join([
-        f"{content['data']}: {content['images']:,} test images, {content['hardware']}",
-        "",
-        markdown_table(rows),
-        "",
+    return (
+        f"{content['data']}: {content['images']:,} test images, {content['hardware']}\n\n"
+        f"{markdown_table(rows)}\n\n"
         f"right alone: images on which only this model is right, and only {own}; p: "
         "McNemar's exact test; attention elsewhere: fraction of rollout on other patches, or moved "
-        "between patches and other tokens",
-    ])  # fmt: skip
+        "between patches and other tokens"
+    )

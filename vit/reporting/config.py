@@ -155,10 +155,12 @@ class CompareConfig(ImagesConfig):
 
     Attributes:
         others: runs, model files or included models to compare with the first
+        against: runs of a second group, such as seeds of another model; those before are the first
         corruptions: also compare accuracy with 15 corruptions at five severities
     """
 
     others: tuple[settings.PathName, ...]
+    against: tuple[settings.PathName, ...] = ()
     corruptions: bool = False
 
 

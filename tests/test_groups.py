@@ -1,0 +1,171 @@
+"""Comparison of groups of runs over seeds, with SciPy as reference."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from small_runs import small
+from vit.data import shapes
+from vit.data.datasets import load_test_images
+from vit.evaluation import evaluate, student
+from vit.model_file import load_model
+from vit.training.train import train
+
+SAME = ("--device", "cpu", "--precision", "float32")
+TESTS = {
+    "paired t-test over seeds": scipy.stats.ttest_rel,
+    "Welch's t-test": partial(scipy.stats.ttest_ind, equal_var=False),
+}
+
+
+def test_t_tests_are_those_of_scipy() -> None:
+    """For few and many runs, and p-values from below 1e-12 to 1; without variation, none."""
+    random = np.random.default_rng(0)
+    smallest = 1.0
+    for sizes in ((2, 2), (3, 3), (2, 9), (5, 40), (300, 300)):
+        for shift in (0.0, 0.01, 0.3):
+            first = 0.5 + shift + random.normal(size=sizes[0]) * 0.02
+            second = 0.5 + random.normal(size=sizes[1]) * 0.005
+            for name, test in TESTS.items():
+                samples = [torch.from_numpy(first), torch.from_numpy(second)]
+                if name.startswith("paired"):
+                    if sizes[0] != sizes[1]:
+                        continue
+                    samples = [samples[0] - samples[1]]
+                mean, p_value = student("x", *samples)
+                expected = test(first, second)
+                assert mean["x"] == pytest.approx(first.mean() - second.mean())
+                assert mean["x_95"] == pytest.approx([*expected.confidence_interval()], rel=1e-5)
+                assert p_value == pytest.approx(expected.pvalue, rel=1e-3, abs=0)
+                smallest = min(smallest, p_value)
+    assert smallest < 1e-12
+    for alike in ([0.1, 0.1, 0.1], [0.3]):
+        sample = torch.tensor(alike, dtype=torch.float64)
+        assert student("x", sample) == ({"x": pytest.approx(alike[0]), "x_95": None}, None)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Finished runs of two models with several seeds, and one that differs in more."""
+    folder = tmp_path_factory.mktemp("runs")
+    own: dict[str, dict[str, Any]] = {"cls": {}, "avg": {"model": {"depth": 1}}}
+    for name, changes in own.items():
+        for seed in range(3):
+            write(folder / f"{name}_{seed}", seed, **changes)
+    write(folder / "cls_long", 3, optim={"lr": 0.01})
+    write(folder / "other", 0, data={"name": "folder", "root": str(pictures(folder))})
+    return folder
+
+
+def pictures(folder: Path) -> Path:
+    """Pictures of two classes."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for number in range(40):
+        path = folder / "pictures" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        Image.fromarray(random.integers(256, size=(32, 32, 3), dtype=np.uint8)).save(path)
+    return folder / "pictures"
+
+
+def write(out: Path, seed: int, **changes: dict[str, Any]) -> None:
+    data = {"train_size": None, "val_size": 6} if "data" in changes else {}
+    changes["data"] = {"train_size": 128, "val_size": 20, **data, **changes.get("data", {})}
+    train(small(out, train={"epochs": 2, "seed": seed, "accumulate": 1, "batch_size": 16},
+                track={"probes": 0}, **changes))  # fmt: skip
+
+
+@pytest.fixture
+def compared(call: Any, runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Compare, `a b -- c d` in short; return what is printed, the Markdown and the JSON."""
+    monkeypatch.setattr(shapes, "TEST", 400)
+    out = tmp_path / "out"
+
+    def compare(words: str) -> Any:
+        first, *names = words.replace("--", "--against").split()
+        given = [name if name.startswith("--") else runs / name for name in names]
+        before = {*out.glob("*")}
+        ended = call(runs / first, "compare", *given, "--out", out, *SAME)
+        if ended.code:
+            return ended
+        (folder,) = {*out.glob("*")} - before
+        content = json.loads((folder / "comparison.json").read_text())
+        return ended, (folder / "comparison.md").read_text(), content
+
+    return compare
+
+
+def accuracies(runs: Path, names: list[str]) -> list[float]:
+    """Accuracy of each run by itself."""
+    found = []
+    for name in names:
+        saved = load_model(runs / name, "cpu", "float32")
+        found.append(evaluate(saved.classifier, load_test_images(saved.config.data))[0]["accuracy"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "test"),
+    [
+        ("cls_2 cls_0 cls_1 -- avg_0 avg_1 avg_2", "paired t-test over seeds"),
+        ("cls_0 cls_1 cls_2 -- avg_0 avg_1", "Welch's t-test"),
+        ("cls_0 cls_1 -- avg_1 avg_2", "Welch's t-test"),
+    ],
+)
+def test_groups_are_tested_as_scipy_does(compared: Any, runs: Path, words: str, test: str) -> None:
+    """The order of runs does not matter for pairs; other seeds make other tests."""
+    ended, text, content = compared(words)
+    groups = [sorted(part.split()) for part in words.split("--")]
+    first, second = (accuracies(runs, names) for names in groups)
+    assert min(np.std(first), np.std(second)) > 0
+    measured, difference = (content["over_runs"][key] for key in ("groups", "difference"))
+    for group, names, values in zip(measured, groups, (first, second), strict=True):
+        assert group["runs"] == names
+        assert group["accuracy"] == pytest.approx(np.mean(values))
+        interval = scipy.stats.t.interval(
+            0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values)
+        )
+        assert group["accuracy_95"] == pytest.approx(interval, rel=1e-5)
+    expected = TESTS[test](first, second)
+    assert difference["accuracy"] == pytest.approx(np.mean(first) - np.mean(second))
+    assert difference["accuracy_95"] == pytest.approx([*expected.confidence_interval()], rel=1e-4)
+    assert difference["p"] == pytest.approx(expected.pvalue, rel=1e-4)
+    assert difference["test"] == test
+    assert content["over_runs"]["notes"] == []
+    assert f"{test}: p = {expected.pvalue:.2g}" in text and text in ended.out
+
+
+def test_a_group_of_one_run_and_runs_that_differ_are_pointed_out(compared: Any) -> None:
+    _, text, content = compared("cls_0 cls_1 cls_long -- avg_0")
+    first, second = content["over_runs"]["groups"]
+    difference = content["over_runs"]["difference"]
+    assert first["accuracy_95"] and second["accuracy_95"] is difference["accuracy_95"] is None
+    assert difference["p"] is None
+    assert "no test: one run" in text
+    assert "cls_long/model.safetensors differs from " in text
+    (line,) = content["over_runs"]["notes"]  # of no other run, and of nothing else
+    assert line.endswith("in more than the seed: optim.lr: 0.002 -> 0.01")
+    # The same runs divided in another way have a folder of their own.
+    compared("cls_0 cls_1 -- cls_long avg_0")
+
+
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    compared: Any, runs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "cls_0", runs / "sub" / "cls_0", dirs_exist_ok=True)
+    for words, part in (
+        ("cls_0 cls_1 -- avg_0 cls_0/model.safetensors", "cls_0/model.safetensors is given twice"),
+        ("cls_0 cls_1 -- avg_0 sub/../avg_0", "avg_0/model.safetensors is given twice"),
+        ("cls_0 cls_1 -- avg_0 other", "was trained on folder, not on shapes"),
+    ):
+        ended = compared(words)
+        assert ended.code == 2 and ended.error.count("\n") == 1 and part in ended.error, ended
+        assert not (tmp_path / "out").exists()
