@@ -1,7 +1,6 @@
 """Comparison of groups of runs over seeds, with SciPy as reference."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import scipy.stats
 import torch
 
+from models import save_untrained
 from small_runs import small
 from vit.data import shapes
 from vit.data.datasets import load_test_images
@@ -53,32 +53,20 @@ def test_t_tests_are_those_of_scipy() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Finished runs of two models with several seeds, and one that differs in more."""
+    """Runs of two models with several seeds, one that differs in more, and untrained models."""
     folder = tmp_path_factory.mktemp("runs")
     own: dict[str, dict[str, Any]] = {"cls": {}, "avg": {"model": {"depth": 1}}}
     for name, changes in own.items():
         for seed in range(3):
             write(folder / f"{name}_{seed}", seed, **changes)
     write(folder / "cls_long", 3, optim={"lr": 0.01})
-    write(folder / "other", 0, data={"name": "folder", "root": str(pictures(folder))})
+    save_untrained(folder / "other", {"depth": 1}, data={"name": "cifar10"})
+    save_untrained(folder / "fewer", {"depth": 1}, classes=shapes.KINDS[:-1])
     return folder
 
 
-def pictures(folder: Path) -> Path:
-    """Pictures of two classes."""
-    from PIL import Image
-
-    random = np.random.default_rng(0)
-    for number in range(40):
-        path = folder / "pictures" / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(exist_ok=True, parents=True)
-        Image.fromarray(random.integers(256, size=(32, 32, 3), dtype=np.uint8)).save(path)
-    return folder / "pictures"
-
-
 def write(out: Path, seed: int, **changes: dict[str, Any]) -> None:
-    data = {"train_size": None, "val_size": 6} if "data" in changes else {}
-    changes["data"] = {"train_size": 128, "val_size": 20, **data, **changes.get("data", {})}
+    changes["data"] = {"train_size": 128, "val_size": 20}
     train(small(out, train={"epochs": 2, "seed": seed, "accumulate": 1, "batch_size": 16},
                 track={"probes": 0}, **changes))  # fmt: skip
 
@@ -160,11 +148,11 @@ def test_a_group_of_one_run_and_runs_that_differ_are_pointed_out(compared: Any) 
 def test_what_cannot_be_compared_is_refused_in_one_line(
     compared: Any, runs: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(runs / "cls_0", runs / "sub" / "cls_0", dirs_exist_ok=True)
     for words, part in (
         ("cls_0 cls_1 -- avg_0 cls_0/model.safetensors", "cls_0/model.safetensors is given twice"),
-        ("cls_0 cls_1 -- avg_0 sub/../avg_0", "avg_0/model.safetensors is given twice"),
-        ("cls_0 cls_1 -- avg_0 other", "was trained on folder, not on shapes"),
+        (f"cls_0 cls_1 -- avg_0 ../{runs.name}/avg_0", "avg_0/model.safetensors is given twice"),
+        ("cls_0 cls_1 -- avg_0 other", "was trained on cifar10, not on shapes"),
+        ("cls_0 cls_1 -- avg_0 fewer", "must have the same classes"),
     ):
         ended = compared(words)
         assert ended.code == 2 and ended.error.count("\n") == 1 and part in ended.error, ended
