@@ -142,7 +142,7 @@ def test_maps_of_a_batch_are_computed_at_once(call, demo, tmp_path, monkeypatch)
         sizes.append(len(images))
         return draw(model, images, *args, **options)
 
-    monkeypatch.setattr("vit.explain.maps.attention_maps", watched)
+    monkeypatch.setattr("vit.classifier.attention_maps", watched)
     words = ("--probes", 5, "--batch_size", 2, "--faithfulness", 0, "--out", tmp_path)
     assert call(demo, "maps", *words, *SAME).code == 0
     assert sizes == [2, 2, 1]

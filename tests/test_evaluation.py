@@ -204,13 +204,11 @@ def test_evaluate_and_validation_give_the_report_on_the_predictions(model, image
 
 
 def validation(held_out: ImageSet, freeze: str = "none") -> Validation:
-    config = SimpleNamespace(train=SimpleNamespace(freeze=freeze))
-    steps = {
-        "epoch_ends": range(3),
-        "total_steps": 2,
-        "size_of": lambda _: held_out.images.shape[2:],
-    }
-    return Validation(SimpleNamespace(config=config, held_out=held_out, **steps))
+    preprocess = SimpleNamespace(image_size=held_out.images.shape[2:])
+    return Validation(SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(freeze=freeze)), held_out=held_out,
+        epoch_ends=range(3), preprocess=preprocess, size_of=lambda _: preprocess.image_size,
+    ))  # fmt: skip
 
 
 def test_validation_of_a_frozen_model_computes_features_once(model, images):

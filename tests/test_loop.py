@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import update_bn
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small, watch_updates
 from vit.classifier import Classifier
 from vit.config import Config
+from vit.data.datasets import choose_images
+from vit.data.images import ImageSet
 from vit.distributed.stop import Diverged, Stopped
 from vit.distributed.world import World
+from vit.evaluation import evaluate, with_statistics
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.loop import Loop
@@ -74,23 +78,38 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
 
 
-@pytest.mark.parametrize(("share", "sizes"), [(0.6, [24, 32, 32]), (1, [24, 24, 32])])
-def test_validation_has_the_size_of_training_and_at_the_end_the_full_one(
-    share: float, sizes: list[int], tmp_path: Path
+def test_validation_has_statistics_of_full_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five steps in each of three epochs; batch norm has statistics of the size that it sees."""
-    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 3, "small_share": share}}))
-    state, seen = loop.step.state, set()
+    """Five steps in each of three epochs, nine of them on smaller images."""
+    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 3, "small_share": 0.6}}))
+    fresh, measure, state = {}, evaluate, loop.step.state
 
-    def look(_: torch.nn.Module, inputs: tuple[Tensor]) -> None:
-        seen.add((state.step, inputs[0].shape[-1]))
+    def watched(classifier: Classifier, images: ImageSet) -> Any:
+        pairs = zip(classifier.model.buffers(), state.evaluated().buffers(), strict=True)
+        fresh[state.step] = not all(torch.equal(own, other) for own, other in pairs)
+        return measure(classifier, images)
 
-    state.evaluated().patch_embed.register_forward_pre_hook(look)  # type: ignore[operator, union-attr]
+    monkeypatch.setattr("vit.evaluation.evaluate", watched)
     loop.evaluators = [e for e in loop.evaluators if e.name == "validation"]
     loop.tracker = Tracker(tmp_path)
     loop.run()
     loop.tracker.close()
-    assert sorted(seen) == [*zip((5, 10, 15), sizes, strict=True)]
+    assert fresh == {5: True, 10: False, 15: False}
+
+
+def test_statistics_of_images_are_those_of_torch(tmp_path: Path) -> None:
+    rates = ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
+    loop = make_loop(small(tmp_path, model=dict.fromkeys(rates, 0.0), **BARE))
+    images = choose_images(loop.training, 256, 0)
+    classifier = loop.classifier()
+    expected = copy.deepcopy(classifier.model).train()
+    update_bn([classifier.normalize(part) for part in images.parts(128)], expected)
+    own = with_statistics(classifier, images).model
+    assert not own.training and any("running_mean" in name for name, _ in own.named_buffers())
+    for (name, buffer), other in zip(own.named_buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, msg=name)
+        assert "running" not in name or not torch.equal(buffer, classifier.model.get_buffer(name))
 
 
 def test_a_resumed_run_has_the_learning_rate_that_it_is_given(tmp_path: Path) -> None:

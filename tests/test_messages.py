@@ -38,7 +38,7 @@ def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
     assert "1,000 with 64 images each, 500 epochs" in text
     assert "32 x 32 pixels, 66 tokens: " in text
     text = start_of(128, 0, train={"epochs": 20, "small_scale": 0.5})
-    assert "20 epochs, the first 15 trained and validated at 16 x 16 pixels" in text
+    assert "20 epochs, the first 15 at 16 x 16 pixels" in text
     for share, full in ((None, True), (0.5, False)):
         text = start_of(128, 0, train={"freeze": "backbone", "small_share": share})
         assert ("6 epochs, all at full size, for which the weights are made" in text) == full

@@ -3,6 +3,9 @@
 Shapes: B batch, C classes, N images.
 """
 
+import copy
+import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Container, Iterator
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.config import Config
-from vit.data.augment import shrink
+from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import Z, mean_interval
@@ -28,6 +31,7 @@ if TYPE_CHECKING:  # it imports tensorboard
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 RESAMPLES = 1000  # of the bootstrap
+SAMPLE = 512  # training images for the statistics of batch norm
 
 
 class Evaluator(Protocol):
@@ -62,14 +66,15 @@ class Setup:
 class Validation:
     """Evaluator that measures loss and accuracy on the held-out images after each epoch.
 
-    They have the size of the last training step, of which the statistics of batch norm are, but the
-    full size at the end. If only the head of the model changes, what it gets is computed once.
+    They have their full size, also where training has smaller images; then batch norm gets the
+    statistics of training images of full size first. If only the head of the model changes, what it
+    gets is computed once.
     """
 
     name = "validation"
 
     def __init__(self, setup: Setup) -> None:
-        self.images, self.size_of, self.end = setup.held_out, setup.size_of, setup.total_steps
+        self.setup, self.images = setup, setup.held_out
         self.steps: Container[int] = setup.epoch_ends if len(setup.held_out) else ()
         self.frozen = setup.config.train.freeze == "backbone"
         self._features: Tensor | None = None
@@ -82,11 +87,16 @@ class Validation:
             logits = self._classify_features(classifier, head).cpu()
             result = report(logits, self.images.labels.cpu(), self.images.classes)
         else:
-            size = self.size_of(step - (step < self.end))
-            with model.register_forward_pre_hook(lambda _, inputs: shrink(inputs[0], size)):
-                result, _ = evaluate(classifier, self.images)
+            if self.setup.size_of(step - 1) != self.setup.preprocess.image_size:
+                classifier = with_statistics(classifier, self._sample)
+            result, _ = evaluate(classifier, self.images)
         yield "val/loss", result["loss"]
         yield "val/accuracy", result["accuracy"]
+
+    @functools.cached_property
+    def _sample(self) -> ImageSet:
+        training, seed = self.setup.training, self.setup.config.train.seed
+        return choose_images(training, SAMPLE, seed, "batch norm").resized(self.setup.preprocess)
 
     @torch.no_grad()
     def _classify_features(self, classifier: Classifier, head: nn.Linear) -> Tensor:
@@ -95,6 +105,21 @@ class Validation:
             self._features = classifier.features(self.images)
         with autocast(classifier.device, classifier.precision):
             return head(self._features).float()
+
+
+@torch.no_grad()
+def with_statistics(classifier: Classifier, images: ImageSet) -> Classifier:
+    """Return a classifier whose batch norm, if there is any, has the statistics of images."""
+    model = copy.deepcopy(classifier.model)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
+    for part in images.parts(SAMPLE // 4) if norms else ():
+        with autocast(classifier.device, classifier.precision):
+            model(classifier.normalize(part))
+    return dataclasses.replace(classifier, model=model.eval())
 
 
 def evaluate(

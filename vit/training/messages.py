@@ -98,7 +98,7 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
     text = f"{schedule.total_steps:,} with {batch}, {epochs}"
     if schedule.small_fraction and schedule.small_size != schedule.full_size:
         first = f"{schedule.small_fraction * schedule.total_steps / schedule.steps_per_epoch:.3g}"
-        text += f", the first {first} trained and validated at {by(schedule.small_size)} pixels"
+        text += f", the first {first} at {by(schedule.small_size)} pixels"
     scratch = config.model.pretrained is None and not state.frozen
     if not scratch and not schedule.small_fraction:
         text += ", all at full size, for which the weights are made (train.small_share)"
