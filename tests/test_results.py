@@ -17,7 +17,7 @@ from PIL import Image
 
 import vit
 from command_line import Call
-from small_runs import ROOT
+from small_runs import ROOT, small
 from vit.calibration import Calibration
 from vit.config import Config
 from vit.data.severities import CORRUPTIONS
@@ -182,6 +182,8 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_work(
             f"error: out: cannot write to {place.removesuffix('/here')} ("
         )
         assert ended.error.endswith("; use another --out\n") and ended.error.count("\n") == 1
+        with pytest.raises(ValueError, match=rf"^out: cannot write to {place}/run "):
+            train(small(Path(f"{place}/run")))
 
 
 def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path: Path, call: Call) -> None:

@@ -45,7 +45,7 @@ def numbers(source: ImageSet) -> list[int]:
 
 
 @pytest.mark.parametrize("last", ["test", "val", "valid", "Testing", " TEST_set"])
-def test_files_and_labels_are_those_of_the_rows(folder, last):
+def test_files_and_labels_are_those_of_the_rows(folder, last, capsys):
     """Images for validation are for testing only where no others are."""
     table = rows(
         "bäbäbäbä", ["train", "Train", "training", "TRAIN"] + ["validation"] * 2 + [last] * 2
@@ -56,6 +56,7 @@ def test_files_and_labels_are_those_of_the_rows(folder, last):
     assert (numbers(training), training.labels.tolist()) == ([0, 1, 2, 3], [0, 1, 0, 1])
     assert (numbers(test), test.labels.tolist()) == ([6, 7], [0, 1])
     assert all(Path(path).is_file() for path in training.images.paths)
+    assert capsys.readouterr().err.count("rows of validation ignored; test images are the") == 1
 
 
 def test_columns_have_any_order_and_numbers_are_names_in_their_order(folder):

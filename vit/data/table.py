@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from vit.console import note_once
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
 from vit.data.layout import TESTS, TRAIN, content, part_of, some
@@ -34,6 +35,8 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
     parts = {part for _, part in rows.values()}
     split, test = parts <= {None}, next((name for name in TESTS if name in parts), "test")
+    if left := some(sorted(part for part in parts - {TRAIN, test} if part)):
+        note_once(f"{file}: rows of {left} ignored; test images are the rows of {test}")
     wanted = None if split else TRAIN if train else test
     numbers = {label: number for number, label in enumerate(classes)}
     chosen = {path: numbers[label] for path, (label, part) in rows.items() if part == wanted}

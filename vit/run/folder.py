@@ -100,7 +100,12 @@ def lock_run(run: Path) -> Iterator[None]:
     if run.is_file():
         raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
     created = [folder for folder in (run, *run.parents) if not folder.exists()]
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out: cannot write to {run} ({error.strerror}); use another --out"
+        ) from None
     path = run / LOCK_FILE
     lock = FileLock(path, blocking=False)
     try:
