@@ -170,10 +170,11 @@ def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_c
     ids=lambda words: words[0],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_written_is_named_before_the_work(
-    words: tuple[str, ...], trained: Path, call: Call
+    words: tuple[str, ...], trained: Path, call: Call, tmp_path: Path
 ) -> None:
     """Not even root can write there, as on a read-only disk."""
-    names = {"PHOTO": trained / "pictures/a/0.png", "RUN": trained / "run"}
+    names = {"PHOTO": trained / "pictures/a/0.png", "RUN": tmp_path / "again"}
+    shutil.copytree(trained / "run", names["RUN"])
     for place in ("/proc/here", "/sys/kernel"):
         out = f"{place}/table.csv" if words[0] == "predict" else place
         ended = call(trained / "run", *(names.get(word, word) for word in words), "--out", out)
