@@ -100,7 +100,7 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         ValueError: The images are missing and could not be downloaded, have other classes, or the
             model may have been trained on some of them.
     """
-    data, _ = data_of(saved, root)
+    data, own = data_of(saved, root)
     # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
     root, data = data.root, dataclasses.replace(data, download=download)
@@ -117,12 +117,13 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         numbers = torch.tensor([classes.index(name) for name in test.classes])
         test = dataclasses.replace(test, labels=numbers[test.labels], classes=classes)
     if test.split and saved.fingerprint not in ("", test.fingerprint):
+        problem = f"files in {root} were added, deleted or renamed since {saved.path} was trained"
+        if not own:
+            problem = f"{saved.path} was trained on other files than those in {root}"
         raise ValueError(
-            f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
-            "trained, or it was trained on other files, with another data.test_fraction or by a "
-            "version that did not keep copies together, so it may have been trained on some of the "
-            "test images; restore them, or put other images into test/<class>/ of a folder and "
-            "point --data.root at it"
+            f"data.root: {problem}, with another data.test_fraction, or by a version that did not "
+            "keep copies together, so it may have been trained on some of the test images; to test "
+            "with other images, put them into test/<class>/ of a folder and point --data.root at it"
         )
     return test
 
