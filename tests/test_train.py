@@ -157,23 +157,30 @@ def steps_of(run: Path) -> list[int]:
     return [int(path.stem[5:]) for path in sorted((run / "checkpoints").iterdir())]
 
 
+def clock_of_steps(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> Clock:
+    """Let training read a clock on which each step takes the only one of `seconds`."""
+    clock = Clock(0.0)
+    monkeypatch.setattr("vit.training.build.time", clock)
+
+    def wait(*_: Tensor) -> None:
+        clock.now += seconds[0]
+
+    watch_updates(monkeypatch, wait)
+    return clock
+
+
 def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The clock says that each step takes 1,000 seconds, and half as long in the resumed run."""
-    clock, step_seconds = Clock(0.0), 1000.0
-    monkeypatch.setattr("vit.training.build.time", clock)
-
-    def wait(*_: Tensor) -> None:
-        clock.now += step_seconds
-
-    watch_updates(monkeypatch, wait)
+    seconds = [1000.0]
+    clock = clock_of_steps(monkeypatch, seconds)
     budget = {"budget_minutes": 1000.0, "compile": False}
     config = small(tmp_path / "run", train=budget, track={"probes": 0})
     train(config)
     # 96% of 60,000 seconds less 30,000 for two phases of 15 trial steps: 27,600, or 27.6 steps. The
     # real time of building the step counts too, but even 600 seconds would not change the result.
-    assert clock.now == (2 * 15 + 27) * step_seconds
+    assert clock.now == (2 * 15 + 27) * 1000.0
     assert steps_of(tmp_path / "run")[-2:] == [25, 27]
     assert "to fit into 1000 minutes" in capsys.readouterr().out
     rates = {row["step"]: row["train/lr"] for row in metrics(tmp_path / "run") if "train/lr" in row}
@@ -182,7 +189,7 @@ def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
 
     (tmp_path / "run" / "model.safetensors").unlink()
     (tmp_path / "run" / "checkpoints" / "step_00000027.pt").unlink()
-    step_seconds = 500.0
+    seconds[0] = 500.0
     train(config)  # on from the checkpoint before
     assert steps_of(tmp_path / "run")[-2:] == [25, 27]
     after = load_file(tmp_path / "run" / "model.safetensors")
@@ -193,13 +200,7 @@ def test_the_epochs_that_a_budget_buys_choose_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step takes 1,000 seconds. 56 fit beside a measurement of 30, and 26 beside two."""
-    clock, step_seconds = Clock(0.0), 1000.0
-    monkeypatch.setattr("vit.training.build.time", clock)
-
-    def wait(*_: Tensor) -> None:
-        clock.now += step_seconds
-
-    watch_updates(monkeypatch, wait)
+    clock_of_steps(monkeypatch, seconds := [1000.0])
     for images, crop, steps in ((128, 0, 56), (320, 3, 26)):  # 28 epochs and 11
         run, budget = tmp_path / str(images), {"budget_minutes": 1500.0, "compile": False}
         config = small(
@@ -216,7 +217,7 @@ def test_the_epochs_that_a_budget_buys_choose_its_settings(
     before = load_file(run / "model.safetensors")
     (run / "model.safetensors").unlink()
     (run / "checkpoints" / "step_00000026.pt").unlink()
-    step_seconds = 1.0  # the resumed run would choose otherwise now
+    seconds[0] = 1.0  # the resumed run would choose otherwise now
     train(config, plans=plans)
     after = load_file(run / "model.safetensors")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,4 +1,4 @@
-"""The config of a run, of the settings of its parts; imported without torch.
+"""The config of a run, composed of the settings of its parts; imported without torch.
 
 A value that is not allowed raises ValueError with one line, in Python as on the command line. What
 depends on the model is left to `vit.training.checks`.

@@ -110,13 +110,16 @@ class Validation:
 @torch.no_grad()
 def with_statistics(classifier: Classifier, images: ImageSet) -> Classifier:
     """Return a classifier whose batch norm, if there is any, has the statistics of images."""
+    kind = nn.modules.batchnorm._BatchNorm
+    if not any(isinstance(module, kind) for module in classifier.model.modules()):
+        return classifier
     model = copy.deepcopy(classifier.model)
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean over all batches
-        norm.train()
-    for part in images.parts(SAMPLE // 4) if norms else ():
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.reset_running_stats()
+            module.momentum = None  # the mean over all batches
+            module.train()
+    for part in images.parts(SAMPLE // 4):
         with autocast(classifier.device, classifier.precision):
             model(classifier.normalize(part))
     return dataclasses.replace(classifier, model=model.eval())
