@@ -31,7 +31,7 @@ def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
     assert "classes are balanced by data.balance=loss" in text
     assert "12 with 56 images so that an epoch uses all 100, 12 of them twice, 6 epochs" in text
     text = start_of(128, 0, budget=0.1)
-    assert ", to fit into 0.1 minutes; too few to train from scratch" in text
+    assert ", to fit into 0.1 minutes; few for training from scratch" in text
     text = start_of(128, 0, data={"balance": "sampler"}, train={"epochs": 500})
     assert "none held out, so there are no validation curves" in text
     assert "classes are balanced by data.balance=sampler" in text

@@ -1,5 +1,6 @@
 """Tables of image files: their splits, and mistakes in them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def read(file: Path, train: bool = True) -> ImageSet:
     return list_table(DataConfig(name="table", root=str(file)), train)
 
 
-def rows(labels: str, splits: list[str] | None = None) -> list[str]:
+def rows(labels: Sequence[str], splits: list[str] | None = None) -> list[str]:
     ends = [f",{split}" for split in splits] if splits else [""] * len(labels)
     return [f"images/{n}.png,{label}{ends[n]}" for n, label in enumerate(labels)]
 
@@ -72,6 +73,14 @@ def test_columns_have_the_names_that_people_give_them(folder, path, split):
     usual, other = (read(write(folder, header, *table)) for header in (
         "path,label,split", f"{path},Label,{split}"
     ))  # fmt: skip
+    assert numbers(usual) == numbers(other) == [0, 1] and usual.fingerprint == other.fingerprint
+
+
+def test_semicolons_separate_values_as_excel_writes_them(folder):
+    table = rows("abab", ["train", "train", "test", "test"])
+    usual, other = (read(write(folder, *(line.replace(",", mark) for line in (
+        "\ufeffpath,label,split", *table
+    )))) for mark in ",;")  # fmt: skip
     assert numbers(usual) == numbers(other) == [0, 1] and usual.fingerprint == other.fingerprint
 
 
@@ -128,6 +137,10 @@ WRONG = {
     "a link to another row": (
         ["path,label,split", "images/0.png,a,train", "link/0.png,a,test"],
         "line 3: ROOT/link/0.png is listed twice, perhaps as a link",
+    ),
+    "two spellings of a class": (
+        ["path,label", *rows(["caf\u00e9"] * 2 + ["cafe\u0301"] * 2)],
+        "two classes in ROOT are called caf\u00e9, with accents encoded in different ways",
     ),
     "no test images": (
         ["path,label,split", *rows("ab", ["train"] * 2)],

@@ -6,6 +6,7 @@ Shapes: N images, B batch, C classes, H height, W width.
 import dataclasses
 import hashlib
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -147,9 +148,15 @@ def user_files(
         )
     least, part = (2, "") if split else (1, "training " if train else "test ")
     counts = labels.bincount(minlength=len(classes)).tolist()
+    spelled = dict[str, str]()
     for name, count in zip(classes, counts, strict=True):
         if name.encode(errors="replace").decode() != name:
             raise ValueError(f"data.root: class {printable(name)} is not UTF-8; rename it")
+        if spelled.setdefault(unicodedata.normalize("NFC", name), name) != name:
+            raise ValueError(
+                f"data.root: two classes in {folder} are called {name}, with accents encoded in "
+                "different ways (Unicode NFC and NFD); merge them"
+            )
         if count < least:
             raise ValueError(
                 f"data.root: class {shorten(name)} has {count} {part}images in {folder}, and needs "

@@ -53,7 +53,10 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
     rows, seen = dict[str, tuple[str, str | None]](), set[str]()
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream)
+            header = stream.readline()
+            stream.seek(0)
+            delimiter = ";" if ";" in header and "," not in header else ","  # as some Excel writes
+            reader = csv.DictReader(stream, delimiter=delimiter)
             given = [name.strip().lower() for name in reader.fieldnames or []]
             reader.fieldnames = columns = [ALSO.get(name, name) for name in given]
             for column in (PATH, LABEL, SPLIT):

@@ -123,7 +123,7 @@ def _results(report: dict[str, Any]) -> str:
     if report["calibration"]:  # not in old reports
         tables.append(calibration_table(report["calibration"]))
     # Indented, because a class could be named ``` and end a fence.
-    return "On the test images:\n\n" + textwrap.indent("\n\n".join(tables), "    ")
+    return f"On {report['n']:,} test images:\n\n" + textwrap.indent("\n\n".join(tables), "    ")
 
 
 def _metadata(saved: SavedModel, report: dict[str, Any]) -> dict[str, Any]:

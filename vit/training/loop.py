@@ -50,7 +50,6 @@ class Loop:
             Diverged: Too many consecutive steps were skipped, or weights are not finite.
         """
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
-        begin = time.perf_counter()
         if state.step == 0:
             self.evaluate()
         self._since = time.perf_counter()
@@ -75,7 +74,7 @@ class Loop:
                 raise Diverged(diverged_text(state, "loss or gradient"))
         if self.tracker is not None and self._spent:
             parts = ", ".join(f"{name} took {took:.1f} s" for name, took in self._spent.items())
-            say(f"{parts} of {time.perf_counter() - begin:.1f} s")
+            say(parts)
 
     def classifier(self) -> Classifier:
         """Return the current model, or its moving average; called by all processes if sharded."""

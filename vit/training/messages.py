@@ -106,7 +106,7 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
         text += f", to fit into {counted(minutes, 'minute', 'g')}"
     if schedule.total_steps < FEW_STEPS and scratch:
         key = "epochs" if minutes is None else "budget_minutes"
-        text += f"; too few to train from scratch: raise --train.{key}"
+        text += f"; few for training from scratch: raise --train.{key} if accuracy is low"
     return f"{text}; resuming after step {state.step:,}" if state.step else text
 
 
