@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import vit  # noqa: E402
-from vit import tensorboard_plugin  # noqa: E402
 from vit.data.preprocess import Preprocess  # noqa: E402
 from vit.explain.explanation import Explanation  # noqa: E402
 from vit.integrations import AttentionLog  # noqa: E402
@@ -30,7 +29,7 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 def public() -> dict[str, Any]:
     """Everything public by name: what is exported, and the objects that it returns and takes."""
     found = {f"{module.__name__}.{name}": getattr(module, name)
-             for module in (vit, tensorboard_plugin) for name in module.__all__}  # fmt: skip
+             for module in (vit,) for name in module.__all__}  # fmt: skip
     parts = [field.type for field in dataclasses.fields(vit.Config)]
     settings = [part for part in parts if dataclasses.is_dataclass(part)]
     others = [Explanation, *CONSTRUCTED, *settings]

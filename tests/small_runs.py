@@ -18,6 +18,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.scale.soak import differences, left_behind
+from vit.commands.train import build_loop, load_data
 from vit.config import Config, to_dict
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
@@ -33,7 +34,6 @@ from vit.training.loop import Loop
 from vit.training.start import Run
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
-from vit.training.train import build_loop, load_data
 
 CPU = torch.device("cpu")
 

@@ -20,6 +20,8 @@ from torch.utils.tensorboard import SummaryWriter
 from models import PLAIN
 from small_runs import load, make_loop, small
 from vit.classifier import Classifier
+from vit.commands.config import MapsConfig
+from vit.commands.maps import run as explain_run
 from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.datasets import choose_images
@@ -28,20 +30,19 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.importance import as_grid
-from vit.explain.kinds import ALL_KINDS
+from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.lens import logit_lens
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model, save_model
+from vit.model_file import save_model
+from vit.pretrained.load import load as load_model
 from vit.reporting import attention_records as module
-from vit.reporting.attention import explain_run
+from vit.reporting.add_attention import add_attention
 from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.attention_records import attention_records, explained_classes
-from vit.reporting.config import MapsConfig
 from vit.reporting.heads import measure_groups
-from vit.tensorboard_plugin import add_attention
 from vit.tensorboard_plugin.encoding import LIVE_TAG, LIVE_WEIGHTS_TAG, decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG, Record
 
@@ -148,7 +149,7 @@ def test_batches_make_the_same_records_and_large_weights_are_left_out(
     classifier, images = make_classifier("ours", 10), images_of(10)
     whole = make(classifier, images)
     monkeypatch.setattr(module, "BATCH_SIZE", 2)
-    monkeypatch.setattr("vit.tensorboard_plugin.summary.MAX_WEIGHTS", whole[0].weights.size - 1)
+    monkeypatch.setattr("vit.reporting.attention_records.MAX_WEIGHTS", whole[0].weights.size - 1)
     parts = make(classifier, images)
     assert all(record.weights is None for record in parts)
     for one, other in zip(whole, parts, strict=True):
@@ -347,13 +348,13 @@ def test_eval_writes_records_of_the_images_asked_for(
     parts = [f"{name}{part}" for name in names for part in ("", "/weights", "/features")]
     assert sorted(found) == sorted([*parts, FRAMES_TAG, LIVE_TAG, LIVE_WEIGHTS_TAG.format(7)])
     assert all([event.step for event in one] == [7] for one in found.values())
-    classifier, test = load_model(run, "cpu", "float32").classifier, load("shapes", "", train=False)
+    classifier, test = load_model(run, "cpu", "float32"), load("shapes", "", train=False)
     for index, name in zip(options.indices, names, strict=True):
         details = decode_details(found[name][0].tensor_proto.string_val[0])
         assert details.label == test.labels[index]
         assert details.maps[0].title == "attention rollout (max over heads)"
         inputs = classifier.normalize(test.pixels()[index : index + 1])
-        _, maps = attention_maps(classifier.model, inputs, head_fusion="max")
+        _, maps = attention_maps(classifier.model, inputs, rollout=RolloutOptions("max"))
         np.testing.assert_allclose(
             details.maps[0].values, maps["rollout"][0].flatten(), rtol=1e-3, atol=1e-4
         )

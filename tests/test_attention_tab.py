@@ -43,12 +43,12 @@ from attention_tab import (
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.rollout import attention_rollout
-from vit.model_file import load_model
-from vit.reporting.attention_records import attention_records
+from vit.pretrained.load import load as load_model
+from vit.reporting.add_attention import add_attention
+from vit.reporting.attention_records import add_record, attention_records
 from vit.reporting.live import add_live
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import Record
-from vit.tensorboard_plugin.summary import add_attention, add_record
 
 pytestmark = pytest.mark.slow
 
@@ -596,7 +596,7 @@ def images() -> Tensor:
 @pytest.fixture(scope="module")
 def logged(logs: Path) -> Logged:
     pixels = images()
-    original = load_model("cifar10_quick", "cpu", "float32").classifier
+    original = load_model("cifar10_quick", "cpu", "float32")
     models = {}
     with SummaryWriter(str(logs / RUN)) as writer:
         for step in LIVE_STEPS:

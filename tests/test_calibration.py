@@ -20,19 +20,20 @@ import vit
 from command_line import Call
 from small_runs import small
 from vit.calibration import Calibration, fit_temperature, set_scores
+from vit.commands.config import ReportConfig
+from vit.commands.report import run as evaluate_run
+from vit.commands.train import calibrate, train
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.evaluation import intervals
-from vit.model_file import load_model, save_model
+from vit.model_file import save_model
+from vit.pretrained.load import load as load_model
 from vit.reporting.calibration import (
     make_sets,
     measure_sets,
     sets_table,
 )
-from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_test
-from vit.reporting.report import evaluate_run
-from vit.training.train import calibrate, train
 
 
 def calibrated_case(count: int, classes: int = 10, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -96,11 +97,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_saved_weights_are_calibrated_on_held_out_images(run: Path) -> None:
     saved = load_model(run, "cpu", "float32")
     _, held_out = load_training(saved.config.data, saved.config.train.seed)
-    logits = saved.classifier.logits(held_out.pixels())
-    assert saved.classifier.calibration == Calibration.fit(logits, held_out.labels)
-    assert saved.classifier.calibration.temperature != 1
+    logits = saved.logits(held_out.pixels())
+    assert saved.calibration == Calibration.fit(logits, held_out.labels)
+    assert saved.calibration.temperature != 1
     none = held_out.select(torch.arange(0))
-    assert calibrate(replace(saved.classifier, calibration=None), none).calibration is None
+    assert calibrate(replace(saved, calibration=None), none).calibration is None
 
 
 def test_report_and_predictions_use_the_temperature(
@@ -110,7 +111,7 @@ def test_report_and_predictions_use_the_temperature(
         "vit.reporting.unfamiliar.bootstrap", lambda *_: torch.tensor([[0.0, 1.0]] * 3)
     )
     saved = load_model(run, "cpu", "float32")
-    classifier, test = saved.classifier, load_test(saved)
+    classifier, test = saved, load_test(saved)
     logits = classifier.logits(test.pixels())
     temperature = classifier.calibration.temperature
     trained = json.loads((run / "eval/report.json").read_text())
@@ -242,7 +243,7 @@ def test_table_counts_coverage_and_classes() -> None:
     logits, labels, uniform = draw(300, 10, torch.Generator().manual_seed(1))
     labels[labels == 9] = 8  # a class without images
     calibration = Calibration.fit(logits, labels)
-    classifier = replace(load_model("cifar10_quick", "cpu").classifier, calibration=calibration)
+    classifier = replace(load_model("cifar10_quick", "cpu"), calibration=calibration)
     images = ImageSet(torch.zeros(300, 3, 32, 32, dtype=torch.uint8), labels, classifier.classes)
     measured = measure_sets(make_sets(classifier, logits, uniform, 0.9), images)
     inside = calibration.sets(logits, uniform, 0.9)["lac"].numpy()
@@ -261,7 +262,7 @@ def test_table_counts_coverage_and_classes() -> None:
 def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, call: Call) -> None:
     saved = load_model("cifar10_quick", "cpu", "float32")
     logits, labels, _ = draw(99, 10, torch.Generator().manual_seed(0))
-    calibrated = replace(saved.classifier, calibration=Calibration.fit(logits, labels))
+    calibrated = replace(saved, calibration=Calibration.fit(logits, labels))
     save_model(tmp_path / "model.safetensors", calibrated, saved.config, saved.step)
     (tmp_path / "photos").mkdir()
     for seed in range(4):
@@ -273,8 +274,8 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, 
         with (tmp_path / "eval/photos.csv").open(newline="") as file:
             columns.append(list(csv.DictReader(file)))
     (several, (alone,)) = columns
-    shown = torch.stack([saved.classifier.preprocess.resize(tmp_path / "photos/3.png")])
-    familiarity = Calibration.fit(logits, labels).familiarity(saved.classifier.logits(shown))
+    shown = torch.stack([saved.preprocess.resize(tmp_path / "photos/3.png")])
+    familiarity = Calibration.fit(logits, labels).familiarity(saved.logits(shown))
     for row in (several[3], alone):
         assert float(row["familiarity"]) == pytest.approx(familiarity.item(), abs=0.011)
     assert (several[3]["set_lac"], several[3]["set_raps"]) == (alone["set_lac"], alone["set_raps"])

@@ -17,7 +17,8 @@ from vit.classifier import Classifier, build_model
 from vit.config import Config, to_dict
 from vit.data.preprocess import Preprocess
 from vit.files import seal
-from vit.model_file import load_model, save_model
+from vit.model_file import save_model
+from vit.pretrained.load import load as load_model
 from vit.run.checkpoint import (
     Checkpoint,
     checkpoint_steps,
@@ -61,7 +62,7 @@ def test_model_comes_back_whole_from_its_file_alone(config: Config, tmp_path: Pa
         saved = load_model(path, "cpu", "float32")
         assert (saved.config, saved.step, saved.run) == (config, 7, tmp_path)
         assert saved.finished and saved.name == tmp_path.name
-        same = saved.classifier
+        same = saved
         assert (same.classes, same.preprocess) == (CLASSES, PREPROCESS)
         assert not same.model.training
         images = torch.randn(2, 3, 32, 32)
@@ -73,8 +74,8 @@ def test_average_of_a_checkpoint_is_preferred(config: Config, tmp_path: Path) ->
     zeros = {k: torch.zeros_like(v) for k, v in values.model.items()}
     save_checkpoint(tmp_path, replace(values, ema=zeros))
     saved = load_model(tmp_path)
-    assert all((p == 0).all() for p in saved.classifier.model.parameters())
-    assert saved.classifier.preprocess == PREPROCESS
+    assert all((p == 0).all() for p in saved.model.parameters())
+    assert saved.preprocess == PREPROCESS
 
 
 def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(

@@ -18,12 +18,7 @@ from hypothesis import strategies as st
 
 from command_line import Parse, answer, help_of, refused
 from vit.cli import parse_eval, parse_train, user_errors
-from vit.config import Config, to_dict
-from vit.console import counted
-from vit.explain.kinds import ALL_KINDS
-from vit.model.config import ModelConfig
-from vit.recipes import RECIPES
-from vit.reporting.config import (
+from vit.commands.config import (
     COMMANDS,
     CompareConfig,
     EvalDataConfig,
@@ -33,6 +28,11 @@ from vit.reporting.config import (
     PredictConfig,
     ReportConfig,
 )
+from vit.config import Config, to_dict
+from vit.console import counted
+from vit.explain.kinds import ALL_KINDS
+from vit.model.config import ModelConfig
+from vit.recipes import RECIPES
 from vit.settings import changed_keys, keys
 from vit.training.checks import check_config
 
@@ -120,14 +120,14 @@ def test_help_of_eval_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = help_of([])
     assert "RUN [report | maps | photo | predict | heads | compare | export] ..." in text
-    for name, (config, function) in COMMANDS.items():
+    for name, config in COMMANDS.items():
         assert f"  {name:<9}{config.__doc__.splitlines()[0]}\n" in text
         help_text = help_of([name])
         assert help_text == help_of(["runs/x", name]) and len(help_text.splitlines()) <= 25
         for key in keys(config):
             given = key.removesuffix("s").upper() if f"--{key} " not in help_text else f"--{key}"
             assert f"\n  {given} " in help_text
-        assert callable(resolve_name(f"vit.reporting.{function}"))
+        assert callable(resolve_name(f"vit.commands.{name}:run"))
     assert len(text.splitlines()) <= 25
     assert ", ".join(ALL_KINDS) in " ".join(help_of(["maps"]).split())
 
@@ -311,7 +311,7 @@ def test_a_switch_may_have_a_value_everywhere(value: list[str], meant: bool) -> 
     for index, key in enumerate(("overwrite", "resume.allow_changes")):
         assert [*parse_train([f"--{key}", *value, "--out", "x"])[1].values()][index] is meant
         refused([f"--{key}", "perhaps"], f"error: {key}: perhaps is not allowed; it must be true")
-    for name, (command, _) in COMMANDS.items():
+    for name, command in COMMANDS.items():
         others = {"photo": ["true.jpg"], "predict": ["a.jpg", "b"], "compare": ["c"]}.get(name, [])
         for key in (key for key, kind in types_of(command).items() if kind is bool):
             for words in ([*others, f"--{key}", *value], [f"--{key}", *value, *others]):

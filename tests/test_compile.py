@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from small_runs import CPU, make_step, metrics, small
 from vit.classifier import Classifier
+from vit.commands.train import train
 from vit.config import Config
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
@@ -17,7 +18,6 @@ from vit.run.checkpoint import latest_checkpoint
 from vit.training import compile
 from vit.training.compile import MANY_STEPS, choose_compilation, evaluating, missing_tool
 from vit.training.step import TrainingStep
-from vit.training.train import train
 
 CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
 

@@ -19,10 +19,10 @@ from PIL import Image
 from command_line import Call
 from models import save_untrained
 from small_runs import ROOT
+from vit.commands.train import train
 from vit.config import Config
 from vit.console import note, printable, say
 from vit.reporting.tables import _columns, markdown, markdown_table, text_table
-from vit.training.train import train
 
 CLASSES = (
     "\x1b]52;c;aGVsbG8=\x07", "\u202egnp.exe", "a\nerror: b", "猫|dog", "```",

@@ -6,7 +6,6 @@ import io
 import math
 import pickle
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ from scipy import ndimage, stats
 from torch import Tensor
 
 from models import grey_classifier
+from vit.classifier import Classifier
 from vit.data.corruptions import corrupt, parameters
 from vit.data.images import ImageSet
 from vit.data.severities import CORRUPTIONS
-from vit.evaluation import wilson_interval
-from vit.reporting.config import CompareConfig, ReportConfig
+from vit.intervals import wilson_interval
 from vit.reporting.corruptions import (
     SEVERITIES,
     classify_corrupted,
@@ -292,10 +291,10 @@ KINDS = ("shot_noise", "glass_blur", "fog", "jpeg")
 
 
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def saved(monkeypatch: pytest.MonkeyPatch) -> Classifier:
     few = {kind: CORRUPTIONS[kind] for kind in KINDS}  # a kind of each group, to be quick
     monkeypatch.setattr("vit.reporting.corruptions.CORRUPTIONS", few)
-    return SimpleNamespace(classifier=grey_classifier(), step=7)
+    return grey_classifier()
 
 
 @pytest.fixture
@@ -305,7 +304,7 @@ def images() -> ImageSet:
 
 def test_report_has_every_kind(saved, images, tmp_path):
     """In the table, TensorBoard and two pictures."""
-    part = report_corruptions(saved, images, tmp_path, 3 / 7, ReportConfig(batch_size=3))
+    part = report_corruptions(saved, images, tmp_path, 3 / 7, seed=0, batch_size=3)
     stored = part.numbers
     assert [line.split("  ")[0] for line in part.table.splitlines()[1:]] == [
         *(kind.replace("_", " ") for kind in KINDS), "mean",
@@ -318,10 +317,10 @@ def test_report_has_every_kind(saved, images, tmp_path):
 
 
 def test_models_are_compared_by_image_with_the_same_corruptions(saved, images, tmp_path):
-    one, other = saved.classifier, copy.deepcopy(saved.classifier)
+    one, other = saved, copy.deepcopy(saved)
     torch.nn.init.normal_(other.model.head.weight, std=3, generator=generator(1, "other"))
     models = {"one": (one, images), "other": (other, images), "same": (one, images)}
-    found, table = compare_corrupted(models, tmp_path, CompareConfig(others=("x", "y")))
+    found, table = compare_corrupted(models, tmp_path, seed=0, batch_size=500)
     hits = [
         classify_corrupted(classifier, images, tmp_path / f"{number}.npz")
         for number, classifier in enumerate((one, other))
@@ -345,7 +344,7 @@ def test_models_are_compared_by_image_with_the_same_corruptions(saved, images, t
 def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
     """Finished kinds are not computed again, unless the seed or the images differ."""
     path, done, interrupted = tmp_path / "corruptions.npz", set(), True
-    whole = classify_corrupted(saved.classifier, images, tmp_path / "whole.npz", batch_size=4)
+    whole = classify_corrupted(saved, images, tmp_path / "whole.npz", batch_size=4)
 
     def counted(part: Tensor, kind: str, severity: int, seed: int) -> Tensor:
         if kind == "fog" and interrupted:
@@ -355,7 +354,7 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
 
     monkeypatch.setattr("vit.data.corruptions.corrupt", counted)
     with pytest.raises(KeyboardInterrupt):
-        classify_corrupted(saved.classifier, images, path, batch_size=4)
+        classify_corrupted(saved, images, path, batch_size=4)
     interrupted, before, all_kinds = False, {*KINDS[:2]}, {*KINDS}
     assert done == before
     for seed, chosen, expected in (
@@ -363,7 +362,7 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
         (1, images.select(torch.arange(6)), all_kinds),
     ):  # fmt: skip
         done.clear()
-        found = classify_corrupted(saved.classifier, chosen, path, seed, batch_size=4)
+        found = classify_corrupted(saved, chosen, path, seed, batch_size=4)
         assert done == expected
         if seed == 0:
             assert all(torch.equal(found[key], whole[key]) for key in whole)
@@ -372,7 +371,7 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
 def test_a_damaged_file_of_results_is_measured_again(saved, images, tmp_path, monkeypatch):
     """It is only a cache, so nothing in it is used or executed, and a whole file replaces it."""
     path, executed, done = tmp_path / "corruptions.npz", tmp_path / "executed", []
-    whole = classify_corrupted(saved.classifier, images, path)
+    whole = classify_corrupted(saved, images, path)
     written = path.read_bytes()
     good = dict(np.load(path))
 
@@ -414,7 +413,7 @@ def test_a_damaged_file_of_results_is_measured_again(saved, images, tmp_path, mo
     for what, content in damaged.items():
         path.write_bytes(content)
         done.clear()
-        found = classify_corrupted(saved.classifier, images, path)
+        found = classify_corrupted(saved, images, path)
         assert {*done} == {*KINDS}, what
         assert found.keys() == whole.keys(), what
         assert all(torch.equal(found[key], whole[key]) for key in whole), what

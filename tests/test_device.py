@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from small_runs import metrics, small
+from vit.commands.config import MapsConfig
+from vit.commands.maps import run as explain_run
+from vit.commands.train import train
 from vit.config import OPTIMIZERS, Config
-from vit.model_file import load_model
-from vit.reporting.attention import explain_run
-from vit.reporting.config import MapsConfig
-from vit.training.train import train
+from vit.pretrained.load import load as load_model
 
 DEVICE = torch.device("meta")  # the other device for which torch needs no driver
 # Operators that also take tensors on the CPU; the result is where the first argument is.
@@ -116,7 +116,7 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="same device"):
             torch.zeros(2, device=DEVICE) + torch.ones(2)
         train(a_run(run))
-        found, expected = (load_model(each).classifier.model.state_dict() for each in (run, on_cpu))
+        found, expected = (load_model(each).model.state_dict() for each in (run, on_cpu))
         for key, value in found.items():
             assert value.device == DEVICE
             assert_close(value.cpu(), expected[key].cpu())

@@ -19,9 +19,12 @@ from torch import Tensor
 from small_runs import load
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS
-from vit.explain.faithfulness import baselines, mean_interval, pointing_game
+from vit.explain.faithfulness import baselines, pointing_game
+from vit.explain.kinds import RolloutOptions
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.model_file import SavedModel, load_model
+from vit.intervals import mean_interval
+from vit.model_file import SavedModel
+from vit.pretrained.load import load as load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again
@@ -43,7 +46,7 @@ def map_images(
     opened: SavedModel, images: Tensor, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits and every kind of map of (n, 3, 32, 32) uint8 images."""
-    model, inputs = opened.classifier.model, opened.classifier.normalize(images)
+    model, inputs = opened.model, opened.normalize(images)
     return attention_maps(model, inputs, list(MAP_KINDS), **options)
 
 
@@ -93,7 +96,7 @@ def test_saved_maps_are_those_computed_directly_and_the_index_says_what_they_are
         kind: {"file": f"{kind}.npy", "class_specific": entry.class_specific, "unit": entry.unit}
         for kind, entry in MAP_KINDS.items()
     }
-    shares, predicted = opened.classifier.scaled(logits).softmax(dim=1).max(dim=1)
+    shares, predicted = opened.scaled(logits).softmax(dim=1).max(dim=1)
     for row, entry in enumerate(index["images"]):
         assert entry.pop("probability") == pytest.approx(shares[row].item(), abs=1e-5)
         assert entry == {
@@ -167,7 +170,7 @@ def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path
     assert (folder / "faithfulness.json").read_text() == measured
     (folder / "index.json").write_text('{"images": []}')  # of something else
     ended = call(demo, *words)
-    assert ended.code == 2 and "contains files other than maps" in ended.error
+    assert ended.code == 2 and "is not of maps" in ended.error
     assert (folder / "index.json").read_text() == '{"images": []}'
 
 
@@ -189,7 +192,7 @@ def test_faithfulness_is_measured_unless_images_are_chosen(call, demo, tmp_path,
         counts.append(len(images))
         return {}
 
-    monkeypatch.setattr("vit.reporting.attention.measure_maps", measure)
+    monkeypatch.setattr("vit.commands.maps.measure_maps", measure)
     for number, words in enumerate([("--indices", 3), ("--probes", 1)]):
         assert call(demo, "maps", *words, "--out", tmp_path / str(number)).code == 0
     assert counts == [500]
@@ -203,7 +206,7 @@ def test_rollout_takes_its_options_and_they_are_recorded(call, demo, opened, sha
     folder = tmp_path / "attention"
     assert read_index(folder)["rollout"] == options
     assert json.loads((folder / "faithfulness.json").read_text())["rollout"] == options
-    _, maps = map_images(opened, shapes.images[list(CHOSEN)], **options)
+    _, maps = map_images(opened, shapes.images[list(CHOSEN)], rollout=RolloutOptions(**options))
     for kind in ("rollout", "raw"):
         found = np.load(folder / f"{kind}.npy")
         np.testing.assert_allclose(found, maps[kind].numpy(), rtol=1e-4, atol=1e-5)
@@ -228,14 +231,14 @@ def test_photos_get_their_best_classes_and_the_sheet_that_python_draws(
             head, *rows, wrote = block.splitlines()
             assert head.startswith(f"{path}, ")
             found = [re.fullmatch(r"  (\w+) +([\d.]+)%", row).groups() for row in rows]
-            best = opened.classifier.predict(path)
+            best = opened.predict(path)
             assert [name for name, _ in found] == list(best)
             shares = [float(share) / 100 for _, share in found]
             assert shares == pytest.approx(list(best.values()), abs=1e-4)
             sheets[path] = Path(wrote.removeprefix("  wrote "))
     assert {*sheets.values()} == {*(tmp_path / "out/photos").iterdir()} and len(sheets) == 3
     for path, sheet in sheets.items():
-        expected = opened.classifier.explain(path, ("rollout", "lrp_pixels")).sheet()
+        expected = opened.explain(path, ("rollout", "lrp_pixels")).sheet()
         with Image.open(sheet) as file:
             np.testing.assert_array_equal(np.asarray(file), np.asarray(expected))
 

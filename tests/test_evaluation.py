@@ -31,24 +31,16 @@ from torchmetrics.functional.classification import (
 )
 
 from models import PLAIN, save_untrained
-from vit import evaluation
 from vit.classifier import Classifier
+from vit.commands.config import EvalDataConfig
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.evaluation import (
-    Validation,
-    average,
-    evaluate,
-    intervals,
-    mcnemar,
-    report,
-    wilson_interval,
-)
+from vit.evaluation import Validation, evaluate, intervals, report
+from vit.intervals import average, mcnemar, wilson_interval
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model
+from vit.pretrained.load import load as load_model
 from vit.reporting import loading, unfamiliar
-from vit.reporting.config import EvalDataConfig, ReportConfig
 from vit.reporting.loading import load_split, load_test
 from vit.reporting.tables import metrics_table
 from vit.reporting.unfamiliar import detection, load_unfamiliar, report_unfamiliar
@@ -288,7 +280,7 @@ def test_report_gets_metrics_of_every_kind_of_images(
     untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unfamiliar, "NOISE", 30)
-    monkeypatch.setattr(evaluation, "RESAMPLES", 20)
+    monkeypatch.setattr("vit.intervals.RESAMPLES", 20)
     (tmp_path / "photos").mkdir()
     for number in range(12):
         Image.new("L", (50, 40), 20 * number).save(tmp_path / f"photos/{number}.png")
@@ -297,8 +289,7 @@ def test_report_gets_metrics_of_every_kind_of_images(
     for name, count in (("noise", 30), ("digits", 359), (str(tmp_path / "photos"), 12)):
         images = load_unfamiliar(name, saved, None)
         assert images.pixels().shape == (count, 3, 32, 32)
-    options = ReportConfig(unfamiliar=name)
-    part = report_unfamiliar(saved.classifier, test, images, training, options)
+    part = report_unfamiliar(saved, test, images, training, name, seed=0, batch_size=500)
     found, table = part.numbers, part.table.splitlines()
     assert (found["images"], found["n"]) == (name, count)
     scores = ("maximum softmax", "energy", "nearest neighbours")
@@ -306,12 +297,12 @@ def test_report_gets_metrics_of_every_kind_of_images(
     for line, score in zip(table[2:-1], scores, strict=True):
         assert line.startswith(score) and f"{found[score]['auroc']:.3f} (" in line
     assert part.pictures["unfamiliar"].shape == (280, 960, 3)
-    logits = saved.classifier.logits(test.pixels())
-    pair = logits.logsumexp(1), saved.classifier.logits(images.pixels()).logsumexp(1)
+    logits = saved.logits(test.pixels())
+    pair = logits.logsumexp(1), saved.logits(images.pixels()).logsumexp(1)
     assert found["energy"]["auroc"] == pytest.approx(detection(*pair)["auroc"], abs=2e-3)
-    reference = F.normalize(saved.classifier.features(training.pixels()))
+    reference = F.normalize(saved.features(training.pixels()))
     nearest = NearestNeighbors(n_neighbors=10).fit(reference)
-    shown = [F.normalize(saved.classifier.features(s.pixels())) for s in (test, images)]
+    shown = [F.normalize(saved.features(s.pixels())) for s in (test, images)]
     distances = [torch.tensor(-nearest.kneighbors(part)[0][:, 9]) for part in shown]
     expected = detection(*distances)["auroc"]
     assert found["nearest neighbours"]["auroc"] == pytest.approx(expected, abs=2e-3)
@@ -344,12 +335,12 @@ def test_nothing_is_downloaded_where_the_user_s_images_are(untrained, tmp_path, 
 
 def test_test_images_in_the_home_folder_are_found(tmp_path, monkeypatch):
     saved = load_model("cifar10_quick", "cpu")
-    for name in saved.classifier.classes:
+    for name in saved.classes:
         (tmp_path / "pictures" / "test" / name).mkdir(parents=True)
         Image.new("L", (8, 8)).save(tmp_path / "pictures" / "test" / name / "one.png")
     monkeypatch.setenv("HOME", str(tmp_path))
     root = EvalDataConfig(root="~/pictures").root
-    assert len(load_test(saved, root)) == len(saved.classifier.classes)
+    assert len(load_test(saved, root)) == len(saved.classes)
 
 
 def test_nothing_is_downloaded_into_a_wrong_folder(

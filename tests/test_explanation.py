@@ -11,12 +11,12 @@ from PIL import Image
 import vit
 from models import PLAIN
 from vit.classifier import Classifier
+from vit.colours import colour_map
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.canvas import fit, overlay, resize
-from vit.explain.colours import bar_of, colour_map
 from vit.explain.explanation import NARROWEST, PANEL, ZOOM, Explanation
-from vit.explain.maps import MAP_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps, bar_of
 from vit.model.vit import VisionTransformer
 
 CLASSES = tuple(f"class {number}" for number in range(7))

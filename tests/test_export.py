@@ -25,14 +25,15 @@ from timm.data import create_transform, resolve_data_config
 from models import save_untrained
 from vit.calibration import Calibration
 from vit.classifier import Classifier
+from vit.commands import export
+from vit.commands.config import ExportConfig, PredictConfig
+from vit.commands.export import run as export_run
+from vit.commands.export import write_exports
+from vit.commands.predict import run as predict_files
 from vit.data.preprocess import Preprocess
 from vit.model import attention
-from vit.model_file import load
-from vit.reporting import export
-from vit.reporting.config import ExportConfig, PredictConfig
-from vit.reporting.export import export_run
+from vit.pretrained.load import load
 from vit.reporting.export_formats import FORMATS
-from vit.reporting.predictions import predict_files
 
 PLAIN: dict[str, Any] = {
     "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "stem": "linear",
@@ -80,7 +81,7 @@ def noise(preprocess: Preprocess, count: int) -> torch.Tensor:
 def test_timm_loads_the_same_model(tmp_path, name):
     preprocess = Preprocess((16, 40), (0.5,), (0.3,))
     run = save(tmp_path / "run", MODELS[name], preprocess)
-    (folder,) = export_run(str(run), ExportConfig(formats=("timm",)))
+    (folder,) = write_exports(load(run, "cpu"), ExportConfig(formats=("timm",)))
     assert folder == run / "export/timm"
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     classifier = load(run, "cpu", "float32")
@@ -95,7 +96,9 @@ def test_timm_loads_the_same_model(tmp_path, name):
 def test_a_timm_model_goes_back_to_timm_and_to_torch(tmp_path):
     model = {"name": "timm:vit_tiny_patch16_224", "timm_args": {"depth": 1, "patch_size": 8}}
     run = save(tmp_path / "run", model, Preprocess((32, 32), (0.5,), (0.3,)), base={})
-    folder, _ = export_run(str(run), ExportConfig(formats=("timm", "torch")))  # compares logits
+    folder, _ = write_exports(
+        load(run, "cpu"), ExportConfig(formats=("timm", "torch"))
+    )  # compares logits
     loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert type(loaded) is type(load(run, "cpu", "float32").model)
     content = json.loads((folder / "config.json").read_text())
@@ -104,7 +107,7 @@ def test_a_timm_model_goes_back_to_timm_and_to_torch(tmp_path):
 
 def test_transform_that_timm_makes_is_ours(tmp_path):
     run = save(tmp_path / "run", {}, replace(RGB, interpolation="bilinear"))
-    (folder,) = export_run(str(run), ExportConfig(formats=("timm",)))
+    (folder,) = write_exports(load(run, "cpu"), ExportConfig(formats=("timm",)))
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
     transform = create_transform(**resolve_data_config(model=model))
     classifier = load(run, "cpu", "float32")
@@ -204,7 +207,7 @@ def test_export_replaces_its_own_result_but_nothing_else(tmp_path, run):
     (tmp_path / "model.onnx").write_text("mine")
     for source, name, file in ((other, "timm", "timm/preprocess.py"), (run, "onnx", "model.onnx")):
         before = (tmp_path / file).read_bytes()
-        with pytest.raises(ValueError, match=rf"out: .*{file} is not from an export of this model"):
+        with pytest.raises(ValueError, match=rf"out: .*{file} exists and is not from an export"):
             export_run(str(source), ExportConfig(formats=(name,), out=str(tmp_path)))
         assert (tmp_path / file).read_bytes() == before
 
@@ -324,7 +327,9 @@ def test_programs_give_the_classes_and_probabilities_of_predict(
     tmp_path, monkeypatch, capsys, exported, run, name
 ):
     if name == "timm":
-        (folder,) = export_run(str(run), ExportConfig(formats=("timm",), out=str(tmp_path)))
+        (folder,) = write_exports(
+            load(run, "cpu"), ExportConfig(formats=("timm",), out=str(tmp_path))
+        )
     else:
         run, folder = exported, exported / "export"
     files, table = save_files(tmp_path / "in"), tmp_path / "table.csv"

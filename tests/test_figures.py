@@ -10,11 +10,10 @@ import torch
 from matplotlib import font_manager
 from torch import Tensor
 
-from vit.evaluation import wilson_interval
+from vit.colours import SIGNED, UNIFORM, Bar, as_pixels, colour_map, table_of
 from vit.explain import canvas
 from vit.explain.canvas import BAR, Panel, fit, overlay, resize, shorten, table, text_width
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour_map, table_of
 from vit.explain.figures import (
     attention_picture,
     captions_of,
@@ -22,6 +21,7 @@ from vit.explain.figures import (
     statistics_picture,
 )
 from vit.explain.maps import MAP_KINDS, map_title
+from vit.intervals import wilson_interval
 
 LEVELS = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.5, 50.0]])
 

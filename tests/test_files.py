@@ -24,9 +24,9 @@ run/tracker.py: return SummaryWriter(str(folder), filename_suffix=f".{secrets.to
 run/tracker.py: self._metrics = path.open("ab", buffering=0)
 run/sharded.py: save(tensors, storage_writer=writer, planner=planner)
 into files that open_atomically has opened, or that it replaces later
-reporting/attention.py: np.save(file, values.cpu().numpy())
+commands/maps.py: np.save(file, values.cpu().numpy())
 explain/explanation.py: self.sheet().save(file, formats[suffix], dpi=(200, 200))
-reporting/predictions.py: dataclasses.replace(explanation, name=path.name).save(sheet)
+commands/photo.py: dataclasses.replace(explanation, name=path.name).save(sheet)
 reporting/export_formats.py: program.save(path)
 reporting/export_formats.py: torch.export.save(_trace(classifier), path, extra_files=metadata(classifier))
 into memory

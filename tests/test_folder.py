@@ -16,6 +16,10 @@ from PIL import Image
 import vit
 from small_runs import load, small
 from vit.cli import parse_train
+from vit.commands.compare import run as compare_runs
+from vit.commands.config import CompareConfig, EvalDataConfig, ReportConfig
+from vit.commands.report import run as evaluate_run
+from vit.commands.train import train
 from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images, load_training
@@ -23,11 +27,7 @@ from vit.data.folder import list_folder
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
 from vit.data.photos import find_photos
-from vit.reporting.comparison import compare_runs
-from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
-from vit.reporting.report import evaluate_run
 from vit.training.loop import Loop
-from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("cat", "dog", "owl")
@@ -470,7 +470,7 @@ def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes
 ) -> None:
     settings = config(root, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr("vit.training.train.finish_run", lambda *_: None)
+        patch.setattr("vit.commands.train.finish_run", lambda *_: None)
         train(settings)
     first = sorted((root / "train" / "cat").iterdir())[0]
     first.rename(first.with_name("zz.png"))
@@ -481,7 +481,7 @@ def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes
     assert report is not None
     capsys.readouterr()
     shutil.copytree(root / "test" / "owl", tmp_path / "few" / "test" / "owl")
-    few = vit.load(tmp_path / "run").evaluate(tmp_path / "few")
+    few = vit.evaluate(vit.load(tmp_path / "run"), tmp_path / "few")
     assert "of 1 of 3 classes; none: cat, dog" in capsys.readouterr().err
     assert few["n"] == 4 and few["per_class"]["cat"]["n"] == 0
     assert few["confusion_matrix"][2] == report["confusion_matrix"][2]  # of owls

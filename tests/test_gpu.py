@@ -12,6 +12,7 @@ from torch import Tensor
 from small_runs import ROOT, assert_same, command, make_loop, small
 from vit.classifier import build_model
 from vit.cli import parse_train
+from vit.commands.train import train
 from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
@@ -19,7 +20,6 @@ from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.training.step import TrainingStep
-from vit.training.train import train
 
 CPU = torch.device("cpu")
 GPU = torch.accelerator.current_accelerator(check_available=True) or CPU

@@ -12,11 +12,12 @@ import torch
 
 from models import save_untrained
 from small_runs import small
+from vit.commands.train import train
 from vit.data import shapes
 from vit.data.datasets import load_test_images
-from vit.evaluation import evaluate, student
-from vit.model_file import load_model
-from vit.training.train import train
+from vit.evaluation import evaluate
+from vit.intervals import student
+from vit.pretrained.load import load as load_model
 
 SAME = ("--device", "cpu", "--precision", "float32")
 TESTS = {
@@ -96,7 +97,7 @@ def accuracies(runs: Path, names: list[str]) -> list[float]:
     found = []
     for name in names:
         saved = load_model(runs / name, "cpu", "float32")
-        found.append(evaluate(saved.classifier, load_test_images(saved.config.data))[0]["accuracy"])
+        found.append(evaluate(saved, load_test_images(saved.config.data))[0]["accuracy"])
     return found
 
 

@@ -24,7 +24,8 @@ from vit.data.config import DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.files import seal
-from vit.model_file import BLANK, DIGEST_KEY, METADATA_KEY, load_model
+from vit.model_file import BLANK, DIGEST_KEY, METADATA_KEY
+from vit.pretrained.load import load as load_model
 from vit.reporting.loading import load_test
 from vit.reporting.model_card import model_card
 from vit.reporting.report import write_report
@@ -135,7 +136,7 @@ def metadata_of(path: Path) -> dict[str, Any]:
 
 def use(path: Path) -> None:
     """Load a model and use all that its metadata say."""
-    classifier = load_model(path, "cpu", "float32").classifier
+    classifier = load_model(path, "cpu", "float32")
     photo = np.zeros((40, 30, classifier.preprocess.channels), dtype=np.uint8)
     assert set(classifier.predict(photo, 3)) <= set(classifier.classes)
     logits = classifier.logits(classifier.preprocess.resize(photo)[None])
@@ -265,9 +266,9 @@ def test_every_field_of_a_report_that_is_read_again(model: Path) -> None:
     saved = load_model(model, "cpu", "float32")
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=random)
-    images = ImageSet(pixels, torch.arange(20) % 10, saved.classifier.classes)
+    images = ImageSet(pixels, torch.arange(20) % 10, saved.classes)
     file = model.parent / "eval" / "report.json"
-    write_report(saved.classifier, images, file.parent, step=1)
+    write_report(saved, images, file.parent, step=1)
     content = json.loads(file.read_text())
     unread = ("mistakes", "reliability", "loss", "loss_95", "ece", "ece_95", "date", "precision")
     for part in (*unread, "digest"):  # the digest is for the next report

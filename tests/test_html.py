@@ -31,13 +31,13 @@ from attention_tab import (
 )
 from models import save_untrained
 from test_export import PLAIN, save
+from vit.commands.config import ExportConfig
+from vit.commands.export import write_exports
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
 from vit.data.shapes import KINDS
 from vit.explain.interventions import gates_of
-from vit.model_file import load
-from vit.reporting.config import ExportConfig
-from vit.reporting.export import export_run
+from vit.pretrained.load import load
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 
@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(run: Path, **options: Any) -> Path:
-    (file,) = export_run(str(run), ExportConfig(formats=("html",), **options))
+    (file,) = write_exports(load(run, "cpu"), ExportConfig(formats=("html",), **options))
     return file
 
 
@@ -84,7 +84,7 @@ def test_last_step_alone_and_all_steps_replace_each_other_but_no_other_file(run,
         assert [at["step"] for at in images[1]["steps"]] == expected
         assert sum(name.startswith("weights?") for name in found) == 2 + 2 * len(expected)
     file.write_text("mine")
-    with pytest.raises(ValueError, match=r"live\.html exists and is not an export; use another"):
+    with pytest.raises(ValueError, match=r"live\.html exists and is not an export; move it"):
         export(run, out=str(tmp_path))
     assert file.read_text() == "mine"
 

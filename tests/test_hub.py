@@ -25,7 +25,8 @@ from vit.config import Config, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.evaluation import report
-from vit.model_file import BUNDLED, load_model
+from vit.model_file import BUNDLED
+from vit.pretrained.load import load as load_model
 from vit.reporting.model_card import model_card, write_hub
 from vit.reporting.tables import metrics_table
 
@@ -42,7 +43,7 @@ assert all(torch.equal(source.weights[k], v) for k, v in classifier.model.state_
 images = torch.arange(2 * 3 * 32 * 32).remainder(256).byte().view(2, 3, 32, 32)
 torch.save(classifier.logits(images), sys.argv[1])
 print(classifier.run)
-classifier.export("hub")
+vit.export(classifier, "hub")
 try:
     vit.load("hf-hub:me/other")
 except ValueError as error:
@@ -116,17 +117,18 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(tmp_path: 
         assert re.findall("^# (.*)", card, flags=re.MULTILINE) == ["me-model"]
         shutil.rmtree(tmp_path / home)
         assert error.startswith(f"hf-hub:me/other {problem}")
-        assert_close(torch.load(tmp_path / "logits.pt"), saved.classifier.logits(images))
+        assert_close(torch.load(tmp_path / "logits.pt"), saved.logits(images))
         (tmp_path / "logits.pt").unlink()
         server.shutdown()
         server.server_close()
 
 
 def test_an_export_is_written_where_results_belong(tmp_path: Path, monkeypatch: Any) -> None:
-    classifier = dataclasses.replace(vit.load("cifar10_quick", "cpu"), run=tmp_path)
-    monkeypatch.setattr("vit.reporting.export.export_run", lambda _, options: [options.out])
-    assert classifier.export("onnx") == str(tmp_path / "export")  # not beside a file in a cache
-    assert classifier.export("onnx", "here") == "here"
+    classifier = dataclasses.replace(vit.load("cifar10_quick", "cpu"), home=tmp_path)
+    monkeypatch.setattr("vit.commands.export._export", lambda _, name, draft: draft.touch() or name)
+    # Not beside a file in a cache.
+    assert vit.export(classifier, "onnx") == tmp_path / "export/model.onnx"
+    assert vit.export(classifier, "onnx", tmp_path / "here") == tmp_path / "here/model.onnx"
 
 
 def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     config = dataclasses.replace(saved.config, data=data, out="/home/ada/runs/quick")
     saved = dataclasses.replace(saved, config=config, home=tmp_path)
     (tmp_path / "eval").mkdir()
-    result = report(torch.eye(10), torch.arange(10), saved.classifier.classes)
+    result = report(torch.eye(10), torch.arange(10), saved.classes)
     content = json.dumps({**result, "images_per_second": 1.0})
     (tmp_path / "eval/report.json").write_text(content)
     write_hub(saved, tmp_path / "hub")
@@ -166,16 +168,16 @@ def test_included_models_are_small_and_carry_their_config(name: str) -> None:
     assert saved.run == Path("runs/included") / name and saved.finished
     assert saved.path == BUNDLED / f"{name}.safetensors"
     assert saved.config == Config(**to_dict(saved.config)) and saved.config.data.name == "cifar10"
-    assert saved.classifier.classes[8] == "ship" and len(saved.classifier.classes) == 10
-    assert saved.classifier.preprocess == Preprocess.from_config(DataConfig(name="cifar10"))
-    assert (saved.classifier.calibration is not None) == (name == "cifar10")
+    assert saved.classes[8] == "ship" and len(saved.classes) == 10
+    assert saved.preprocess == Preprocess.from_config(DataConfig(name="cifar10"))
+    assert (saved.calibration is not None) == (name == "cifar10")
 
 
 @pytest.mark.slow
 @needs_cifar
 @pytest.mark.parametrize("name", ["cifar10", "cifar10_quick"])
 def test_included_models_are_as_good_as_readme_says(name: str) -> None:
-    classifier = load_model(name, precision="float32").classifier
+    classifier = load_model(name, precision="float32")
     test = load("cifar10", ROOT / "data", train=False, download=False)
     logits = classifier.logits(test.images).cpu()
     accuracy = (logits.argmax(dim=1) == test.labels).double().mean().item()

@@ -10,6 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from models import save_untrained
+from vit.commands.config import HeadsConfig
+from vit.commands.heads import as_table
+from vit.commands.heads import run as measure_run
 from vit.data.datasets import load_training
 from vit.explain.importance import (
     Effect,
@@ -20,9 +23,7 @@ from vit.explain.importance import (
     single_heads,
     true_class,
 )
-from vit.model_file import load_model
-from vit.reporting.config import HeadsConfig
-from vit.reporting.heads import as_table, measure_run
+from vit.pretrained.load import load as load_model
 
 
 def test_falls_are_paired_and_by_hand() -> None:
@@ -68,9 +69,9 @@ def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None
     assert [len(content[part]) for part in ("heads", "layers", "pairs")] == [6, 2, 1]
     saved = load_model(run, "cpu", "float32")
     _, held_out = load_training(saved.config.data, saved.config.train.seed)
-    classifier, labels = saved.classifier, held_out.labels[:, None]
+    classifier, labels = saved, held_out.labels[:, None]
     before = classifier.logits(held_out.pixels()).softmax(dim=1).gather(1, labels)
-    saved.classifier.model.blocks[1].attn.proj.weight.data[:, 8:16] = 0
+    saved.model.blocks[1].attn.proj.weight.data[:, 8:16] = 0
     after = classifier.logits(held_out.pixels()).softmax(dim=1).gather(1, labels)
     found = next(row for row in content["heads"] if row["heads"] == [[1, 1]])
     assert found["probability"][0] == pytest.approx((before - after).mean().item(), abs=1e-5)

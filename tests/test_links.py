@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from command_line import Call
+from vit.commands.train import train
 from vit.config import Config
 from vit.run.sharded import read_state, write_folder
 from vit.run.tracker import event_writer
-from vit.training.train import train
 
 MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
 COMMANDS: dict[str, tuple[str, ...]] = {

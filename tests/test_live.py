@@ -25,7 +25,7 @@ from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.variants import ATTENTION
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model
+from vit.pretrained.load import load as load_model
 from vit.reporting import loading
 from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.live import (
@@ -55,7 +55,7 @@ def untrained(name: str) -> nn.Module:
     """A model whose norms have not been trained: many of its weights are equal."""
     torch.manual_seed(0)
     if name == "quick":
-        model = copy.deepcopy(load_model("cifar10_quick", "cpu", "float32").classifier.model)
+        model = copy.deepcopy(load_model("cifar10_quick", "cpu", "float32").model)
         for module in model.modules():
             if isinstance(module, (nn.LayerNorm, nn.BatchNorm2d, nn.Linear, nn.Conv2d)):
                 module.reset_parameters()
@@ -70,7 +70,7 @@ def untrained(name: str) -> nn.Module:
 def trained(name: str) -> nn.Module:
     """The same architecture at another step."""
     if name == "quick":
-        return load_model("cifar10_quick", "cpu", "float32").classifier.model
+        return load_model("cifar10_quick", "cpu", "float32").model
     model = untrained(name).eval()
     torch.manual_seed(1)
     for parameter in model.parameters():

@@ -26,7 +26,7 @@ from vit.classifier import Classifier
 from vit.data.pixels import ArrayPreprocess, bands_of
 from vit.data.preprocess import Preprocess
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model
+from vit.pretrained.load import load as load_model
 from vit.reporting import live
 from vit.reporting.live import graph_of, weights_of
 from vit.tensorboard_plugin.plugin import AttentionPlugin
@@ -119,7 +119,7 @@ def page(site: tuple[Site, str], requests: list[str], browser: Browser) -> Itera
 def classifier_of(name: str) -> Classifier:
     """The bundled model, a plain one with registers and normalized queries, or timm's ViT-S/16."""
     if name == "quick":
-        return load_model("cifar10_quick", "cpu", "float32").classifier
+        return load_model("cifar10_quick", "cpu", "float32")
     torch.manual_seed(0)
     side, model = 224, timm.create_model("vit_small_patch16_224", num_classes=10)
     if name == "registers":

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import update_bn
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small, watch_updates
 from vit.classifier import Classifier
+from vit.commands.train import train
 from vit.config import Config
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
@@ -26,7 +27,6 @@ from vit.run.tracker import Tracker
 from vit.training.loop import Loop
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
-from vit.training.train import train
 
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
 

@@ -21,16 +21,11 @@ from zennit.rules import Pass, ZPlus
 from zennit.types import Activation, Convolution
 
 from models import PLAIN
-from vit.explain.faithfulness import (
-    baselines,
-    faithfulness,
-    hiding_curves,
-    mean_interval,
-    pointing_game,
-)
+from vit.explain.faithfulness import baselines, faithfulness, hiding_curves, pointing_game
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
-from vit.explain.maps import attention_maps, readout_of
+from vit.explain.maps import attention_maps, layout_of
 from vit.explain.rollout import attention_rollout
+from vit.intervals import mean_interval
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
 
@@ -226,7 +221,9 @@ def test_tokens_of_every_layer_have_the_relevance_that_is_passed_back_to_them(va
     # The maps of the model are made of these.
     prefix = vit.num_prefix_tokens
     patches = found[..., prefix:].unflatten(2, (2, 3)).float()
-    rolled = attention_rollout(weights, readout=readout_of(vit), num_prefix_tokens=prefix)
+    rolled = attention_rollout(
+        weights, readout=layout_of(vit, 8, 8).readout, num_prefix_tokens=prefix
+    )
     values = {
         "lrp": patches[0],
         "lrp_rollout": smooth(patches.mean(dim=0).clamp(min=0)) * rolled.unflatten(1, (2, 3)),

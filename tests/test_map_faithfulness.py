@@ -7,7 +7,7 @@ import pytest
 from benchmarks.maps import faithfulness as bench
 from models import save_untrained
 from vit.data.sampling import balanced_subset
-from vit.model_file import load_model
+from vit.pretrained.load import load as load_model
 from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import measure_maps
 
@@ -24,7 +24,7 @@ def test_scores_with_mean_filling_are_those_of_eval(run, capsys):
     saved, kinds = load_model(run), ["rollout", "lrp_pixels", "occlusion"]
     test = load_test(saved)
     chosen = test.select(balanced_subset(test.labels, 12, 0, "eval.faithfulness"))
-    table = measure_maps(saved.classifier, chosen, kinds, 500, 0)
+    table = measure_maps(saved, chosen, kinds, 500, 0)
     bench.main([str(run), "--images", "12", "--fillings", "mean", "other", "--kinds", *kinds])
     text = capsys.readouterr().out
     mean, half = table["lrp_pixels"]["over_centred"]

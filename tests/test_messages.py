@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from small_runs import begin, small
+from vit.commands.train import load_data
 from vit.config import Config, to_dict
 from vit.evaluation import report
 from vit.training.build import build_step
 from vit.training.messages import end_text, start_text
-from vit.training.train import load_data
 
 
 def start_of(count: int, held: int, budget: float | None = None, **changes: dict[str, Any]) -> str:

@@ -11,12 +11,12 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 
 import vit
 from small_runs import small
+from vit.commands.config import MapsConfig
+from vit.commands.maps import run as explain_run
+from vit.commands.train import train
 from vit.console import printable
-from vit.reporting.attention import explain_run
-from vit.reporting.config import MapsConfig
 from vit.tensorboard_plugin.encoding import decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG
-from vit.training.train import train
 
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
 

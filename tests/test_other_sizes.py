@@ -9,12 +9,12 @@ from PIL import Image
 
 import vit
 from small_runs import load, small
+from vit.commands.config import MapsConfig
+from vit.commands.maps import run as explain_run
+from vit.commands.train import train
 from vit.data.config import DataConfig
 from vit.data.datasets import load_training
 from vit.data.preprocess import Preprocess
-from vit.reporting.attention import explain_run
-from vit.reporting.config import MapsConfig
-from vit.training.train import train
 
 CLASSES = ("bottom", "middle", "top")
 

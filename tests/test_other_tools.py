@@ -20,7 +20,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from models import PLAIN, randomize
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model
+from vit.pretrained.load import load as load_model
 
 SIZES = {"img_size": (16, 24), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
 OURS = {"stem": "conv", "mlp_conv": True, "class_token": False, "global_pool": "avg"}
@@ -129,7 +129,7 @@ def test_grad_cam_is_that_of_timms_model() -> None:
 def model(request: pytest.FixtureRequest) -> VisionTransformer:
     if request.param == "small":
         return build()
-    found = load_model(request.param, "cpu", "float32").classifier.model
+    found = load_model(request.param, "cpu", "float32").model
     assert isinstance(found, VisionTransformer)
     return found
 

@@ -1,5 +1,6 @@
 """The package: locked dependencies, its contents, running outside a checkout, imports."""
 
+import ast
 import hashlib
 import os
 import re
@@ -171,15 +172,32 @@ def test_lock_holds_every_pin_with_hashes(lock: str) -> None:
 # What is imported.
 
 
+# Where a name that a user chooses is looked up, and the names that `vit` itself offers.
+LOOKUPS = {"vit/__init__.py", "vit/cli.py", "vit/data/datasets.py", "vit/explain/maps.py"}
+
+
+def test_modules_are_imported_by_statements_which_the_contracts_see() -> None:
+    """A string leads to a module only where a table of user-chosen names is looked up."""
+    places = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "vit").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Name | ast.Attribute)
+        and getattr(node, "id", getattr(node, "attr", ""))
+        in ("resolve_name", "import_module", "__import__", "find_loader")
+    }
+    assert places == LOOKUPS
+
+
 # What takes seconds to import: torch's compiler, and what is only for figures and other data sets.
 SLOW = {"torch._dynamo", "torchvision", "timm", "sklearn", "sympy", "triton"}
 CHECK = f"""
 import sys
-import vit.config, vit.reporting.config, vit.cli
+import vit.config, vit.commands.config, vit.cli
 print("config", *({{"torch", "matplotlib", "tensorboard", *{SLOW}}} & sys.modules.keys()))
-import vit.reporting.predictions
+import vit.commands.photo
 print("photo", *({{"matplotlib.figure", "tensorboard", *{SLOW}}} & sys.modules.keys()))
-import vit.reporting.report
+import vit.commands.report
 print("report", *({SLOW} & sys.modules.keys()))
 """
 

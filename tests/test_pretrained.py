@@ -21,13 +21,14 @@ from torch.testing import assert_close
 from models import randomize, save_untrained
 from small_runs import Payload, assert_same, begin, small
 from vit.classifier import build_model
+from vit.commands.train import load_data, train
 from vit.config import Config, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model, save_model
+from vit.model_file import save_model
 from vit.pretrained.adapt import Pretrained, fit
 from vit.pretrained.architecture import (
     ARCHITECTURE,
@@ -36,6 +37,7 @@ from vit.pretrained.architecture import (
     settings_of_file,
     settings_of_timm,
 )
+from vit.pretrained.load import load as load_model
 from vit.pretrained.resolve import resolve_pretrained, with_statistics
 from vit.pretrained.sources import find_source
 from vit.pretrained.transformers import read_transformers
@@ -43,7 +45,6 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
 from vit.training.checks import check_config
-from vit.training.train import load_data, train
 
 ARCHITECTURES = (
     "vit_tiny_patch16_224",
@@ -355,12 +356,12 @@ def a_run(run: Path) -> Path:
     """Write a finished run of nine steps that has a checkpoint, too, without training."""
     saved = load_model("cifar10_quick", "cpu", "float32")
     prepare_run(dataclasses.replace(saved.config, out=str(run)), resume=False)
-    save_model(run / "model.safetensors", saved.classifier, saved.config, step=9)
+    save_model(run / "model.safetensors", saved, saved.config, step=9)
     checkpoint = Checkpoint(
         step=3,
         config=to_dict(saved.config),
-        classes=list(saved.classifier.classes),
-        model=saved.classifier.model.state_dict(),
+        classes=list(saved.classes),
+        model=saved.model.state_dict(),
         total_steps=9,
     )
     save_checkpoint(run, checkpoint)
@@ -413,9 +414,9 @@ def test_a_run_starts_from_another_run_with_its_head_and_architecture(tmp_path):
     first = load_model("cifar10_quick", "cpu", "float32")
     expected = dataclasses.replace(first.config.model, pretrained=str(run), zero_init=False)
     assert found.model == expected
-    weights, account = source.adapted(first.classifier.classes)
+    weights, account = source.adapted(first.classes)
     assert "nothing is new: its head has the same classes" in account
-    for key, value in first.classifier.model.state_dict().items():
+    for key, value in first.model.state_dict().items():
         assert torch.equal(weights[key], value), key
     assert account.startswith(f"weights  {run}: ")
     (run / "model.safetensors").unlink()
@@ -438,7 +439,7 @@ def test_a_run_never_needs_its_source_again(files, tmp_path, capsys):
     saved = load_model(run)
     assert saved.config.model.embed_dim == 24
     assert saved.config.model.pretrained == str(source)
-    assert saved.classifier.preprocess.mean == (0.1, 0.2, 0.3)
+    assert saved.preprocess.mean == (0.1, 0.2, 0.3)
     resumed = dataclasses.replace(config, out=str(tmp_path / "resumed"))
     (tmp_path / "resumed/model.safetensors").unlink()
     checkpoint_paths(tmp_path / "resumed")[-1].unlink()
@@ -555,7 +556,7 @@ def test_a_run_of_a_timm_model_names_it(tmp_path):
     found, source = resolve_pretrained(config, False)
     assert found.model.name == "timm:test_resnet"
     assert "nothing is new: its head has the same classes" in source.adapted(KINDS)[1]
-    for key, value in load_model(run).classifier.model.state_dict().items():
+    for key, value in load_model(run).model.state_dict().items():
         assert torch.equal(source.weights[key], value), key
 
 

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.scale import soak
 from small_runs import assert_same, command, is_alive, small, start, wait
+from vit.commands.train import train
 from vit.config import Config
 from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
@@ -21,7 +22,6 @@ from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.checks import check_processes
 from vit.training.start import choose_processes, on_all_cores
-from vit.training.train import train
 from worlds import in_world, train_whole
 
 # Of three numbers the sum depends on the order, of two it does not.

@@ -1,7 +1,7 @@
 """The package from Python: what `vit` offers is what the commands call, and changes on purpose."""
 
+import dataclasses
 import importlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,8 @@ import public_api
 import vit
 from models import save_untrained
 from small_runs import load
-from vit.reporting.config import ReportConfig
-from vit.reporting.report import evaluate_run
+from vit.commands.config import ReportConfig
+from vit.commands.report import run as evaluate_run
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +32,22 @@ def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> 
     options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32")
     expected = evaluate_run(str(run), options)
     test = load("shapes", "", train=False)
-    for found in (classifier.evaluate(), classifier.evaluate(test)):
+    for found in (vit.evaluate(classifier), vit.evaluate(classifier, test)):
         assert (found["n"], found["loss"]) == (2000, pytest.approx(expected["loss"], rel=1e-6))
-    assert classifier.evaluate(test.select(torch.arange(10)), batch_size=3)["n"] == 10
+    assert vit.evaluate(classifier, test.select(torch.arange(10)), batch_size=3)["n"] == 10
 
 
 @pytest.mark.slow
 def test_export_is_that_of_the_command(run: Path, tmp_path: Path) -> None:
     classifier = vit.load(run)
-    file = classifier.export("torch", tmp_path)
+    file = vit.export(classifier, "torch", tmp_path)
     assert file == tmp_path / "model.pt2" and file.is_file()
     assert (tmp_path / "preprocess.py").is_file()
     with pytest.raises(ValueError, match=r"^formats: tmim is not .* must be 'timm', 'onnx'"):
-        classifier.export("tmim")
+        vit.export(classifier, "tmim")
     with pytest.raises(ValueError, match=r"^only for a model that vit.load has loaded$"):
-        replace(classifier, file=None).export("torch")
+        fields = (field.name for field in dataclasses.fields(vit.Classifier))
+        vit.export(vit.Classifier(**{name: getattr(classifier, name) for name in fields}), "torch")
 
 
 def test_a_classifier_is_printed_in_a_line() -> None:

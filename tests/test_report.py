@@ -15,6 +15,9 @@ from torch import Tensor
 
 from models import grey_classifier, save_untrained
 from vit.classifier import Classifier
+from vit.commands.compare import as_text, differences, name_architectures
+from vit.commands.compare import run as compare_runs
+from vit.commands.config import CompareConfig
 from vit.data import shapes
 from vit.data.datasets import load_test_images
 from vit.data.images import ImageSet
@@ -22,14 +25,12 @@ from vit.evaluation import evaluate
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
 from vit.model.config import ModelConfig
-from vit.model_file import load_model
-from vit.reporting.comparison import as_text, compare_runs, differences, name_architectures
-from vit.reporting.config import CompareConfig
+from vit.pretrained.load import load as load_model
 from vit.reporting.report import (
-    _require_own_report,
     contrast,
     draw_gallery,
     report_files,
+    require_own_report,
     worst_mistakes,
     write_report,
 )
@@ -97,7 +98,7 @@ def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
     with pytest.raises(KeyboardInterrupt):
         write_report(*mistakes, tmp_path, step=1)
     assert report_files(tmp_path)
-    _require_own_report(tmp_path)  # raises nothing
+    require_own_report(tmp_path)  # raises nothing
 
 
 # Comparisons.
@@ -134,7 +135,7 @@ def test_numbers_are_those_of_separate_evaluations(
     assert [model["name"] for model in content["models"]] == ["run_1", "run_2", "c_3"]
     right, maps = [], []
     for run, model in zip((first, *others), content["models"], strict=True):
-        classifier = load_model(run, **same).classifier
+        classifier = load_model(run, **same)
         test = load_test_images(load_model(run).config.data)
         result, logits = evaluate(classifier, test)
         for key in ("accuracy", "balanced_accuracy"):
@@ -186,7 +187,7 @@ def test_each_comparison_has_a_folder_that_only_it_writes_again(
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / mine).write_text("mine")
-        with pytest.raises(ValueError, match="contains files other than a comparison; use another"):
+        with pytest.raises(ValueError, match="exists and is not of a comparison; move it"):
             compare("a", "b")
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(mine, "mine")]
 

@@ -19,12 +19,13 @@ import vit
 from command_line import Call
 from small_runs import ROOT, small
 from vit.calibration import Calibration
+from vit.commands.train import train
 from vit.config import Config
 from vit.data.severities import CORRUPTIONS
-from vit.model_file import load_model, save_model
+from vit.model_file import save_model
+from vit.pretrained.load import load as load_model
 from vit.reporting.model_card import model_card
 from vit.run.folder import written_files
-from vit.training.train import train
 
 MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
 
@@ -149,9 +150,9 @@ def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_c
     # Training goes on: a single weight is another.
     saved = load_model(run, "cpu", "float32")
     with torch.no_grad():
-        next(saved.classifier.model.parameters()).view(-1)[0].add_(1e-3)
+        next(saved.model.parameters()).view(-1)[0].add_(1e-3)
     file = run / "model.safetensors"
-    save_model(file, saved.classifier, saved.config, saved.step + 1, saved.fingerprint)
+    save_model(file, saved, saved.config, saved.step + 1, saved.fingerprint)
     ended = call(run, "report")
     assert ended.code == 0 and "unfamiliar" in ended.error and "dropped" in ended.error
     fourth = json.loads((folder / "report.json").read_text())

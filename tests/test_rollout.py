@@ -14,8 +14,8 @@ from torch.testing import assert_close
 
 from models import PLAIN
 from vit.explain import statistics
-from vit.explain.kinds import ALL_KINDS
-from vit.explain.maps import MAP_KINDS, attention_maps, readout_of
+from vit.explain.kinds import ALL_KINDS, RolloutOptions
+from vit.explain.maps import MAP_KINDS, attention_maps, layout_of
 from vit.explain.rollout import (
     attention_rollout,
     class_relevance,
@@ -183,7 +183,9 @@ def differentiate_one(vit: VisionTransformer, image: Tensor, target: int):
 def test_maps_of_a_model_are_the_papers_formulas_on_the_grid_of_the_image(variant, size, extra):
     vit, images, target = draw_vit(variant | extra), draw_images(2, size), torch.tensor([1, 3])
     rows, columns = size[0] // 4, size[1] // 4
-    logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target, **ROLLOUTS["largest"])
+    logits, found = attention_maps(
+        vit, images, tuple(MAP_KINDS), target, rollout=RolloutOptions(**ROLLOUTS["largest"])
+    )
     assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
     found["largest"] = found.pop("rollout")
     prefix = vit.num_prefix_tokens
@@ -191,7 +193,7 @@ def test_maps_of_a_model_are_the_papers_formulas_on_the_grid_of_the_image(varian
         assert found.pop(kind).shape == (2, *(size if kind == "lrp_pixels" else (rows, columns)))
     for (kind, maps), number in itertools.product(found.items(), range(2)):
         weights, gradients = differentiate_one(vit, images[number], target[number].item())
-        fractions = paper_map(kind, weights, gradients, readout_of(vit), prefix)
+        fractions = paper_map(kind, weights, gradients, layout_of(vit, 8, 8).readout, prefix)
         count = rows * columns
         whole = count / fractions.sum() if kind == "relevance" else count + prefix
         expected = fractions.reshape(rows, columns) * whole

@@ -19,7 +19,7 @@ from vit.distributed.shard import replicate, shards, to_full
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.model.variants import load_attention
-from vit.model_file import load_model
+from vit.pretrained.load import load as load_model
 from vit.run.checkpoint import (
     checkpoint_paths,
     checkpoint_steps,
@@ -158,7 +158,7 @@ def test_processes_train_as_one_does(expected: dict[str, Tensor], tmp_path: Path
         assert checkpoint is not None
         assert checkpoint.environment["compiled"] == (kind == "compiled")
         model = load_model(tmp_path / kind)  # which knows nothing of processes
-        for key, tensor in model.classifier.model.state_dict().items():
+        for key, tensor in model.model.state_dict().items():
             assert_close(tensor, expected[f"ema.{key}"], rtol=0, atol=5e-3)
     copies, parts = (read(tmp_path / f"bfloat16_{how}.pt") for how in ("replicate", "shard"))
     assert len(parts["losses"]) == 6

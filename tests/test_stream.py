@@ -22,6 +22,7 @@ from PIL import Image
 
 from small_runs import StopAt, begin, is_alive, make_loop, small
 from vit.cli import user_errors
+from vit.commands.train import load_data
 from vit.config import Config
 from vit.data import stream
 from vit.data.config import DataConfig
@@ -34,7 +35,6 @@ from vit.hardware import usable_cores
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
-from vit.training.train import load_data
 
 CLASSES = ("cat", "dog", "owl")
 

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from small_runs import begin, make_step, small
 from vit.classifier import Classifier, build_model
+from vit.commands.train import load_data, train
 from vit.config import Config
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
@@ -19,7 +20,6 @@ from vit.pretrained.resolve import resolve_pretrained
 from vit.run.folder import MODEL_FILE
 from vit.training.build import build_step
 from vit.training.checks import may_have_seen, warn_of_seen_images
-from vit.training.train import load_data, train
 
 PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
 

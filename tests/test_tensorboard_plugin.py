@@ -46,7 +46,8 @@ from attention_tab import (
 )
 from models import grey_classifier
 from vit.explain.rollout import attention_rollout
-from vit.tensorboard_plugin import add_attention
+from vit.reporting.add_attention import add_attention
+from vit.reporting.attention_records import add_record
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
     decode_details,
@@ -62,7 +63,6 @@ from vit.tensorboard_plugin.encoding import (
 )
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 from vit.tensorboard_plugin.records import MAX_GRAPH, Live, Record
-from vit.tensorboard_plugin.summary import add_record
 
 
 def plain(record: Record) -> dict[str, Any]:

@@ -14,19 +14,19 @@ from models import PLAIN, randomize
 from small_runs import metrics
 from vit.classifier import build_model
 from vit.cli import parse_train
+from vit.commands.config import MapsConfig, PhotoConfig, ReportConfig
+from vit.commands.maps import run as explain_run
+from vit.commands.photo import run as classify_photos
+from vit.commands.report import run as evaluate_run
+from vit.commands.train import train
 from vit.config import Config, OptimConfig, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
-from vit.reporting.attention import explain_run
-from vit.reporting.config import MapsConfig, PhotoConfig, ReportConfig
-from vit.reporting.predictions import classify_photos
-from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config
 from vit.training.optim import build_optimizers
-from vit.training.train import train
 
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))

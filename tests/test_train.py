@@ -29,6 +29,10 @@ from small_runs import (
     stamps,
     watch_updates,
 )
+from vit.commands import train as trainer
+from vit.commands.config import ReportConfig
+from vit.commands.report import run as evaluate_run
+from vit.commands.train import train
 from vit.config import Config
 from vit.data import datasets
 from vit.data.config import DataConfig
@@ -38,15 +42,11 @@ from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.distributed.stop import Stopped, StopRequest
 from vit.model import embed
-from vit.reporting.config import ReportConfig
-from vit.reporting.report import evaluate_run
 from vit.run.checkpoint import read_checkpoint, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.run.tracker import milestones
-from vit.training import train as trainer
 from vit.training.build import TIMED_STEPS, WARMUP_STEPS
 from vit.training.start import explained
-from vit.training.train import train
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
     (point,), (logged,) = (events(at).Scalars("test/accuracy") for at in (out, run))
     assert point.value == pytest.approx(report["accuracy"])
     assert (logged.step, logged.value) == (point.step, point.value)
-    with pytest.raises(ValueError, match="contains files other than a report"):
+    with pytest.raises(ValueError, match="is not of a report"):
         evaluate_run(str(run), ReportConfig(out=str(run)))
 
 

@@ -22,6 +22,7 @@ from models import PLAIN, randomize
 from small_runs import UNIFORM, small
 from vit.classifier import Classifier
 from vit.cli import eval_main, train_main
+from vit.commands.train import train
 from vit.config import Config, OptimConfig, to_dict
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
@@ -34,13 +35,12 @@ from vit.model.attention import MultiHeadSelfAttention, causal_mask
 from vit.model.config import ModelConfig
 from vit.model.variants import ATTENTION, check_attention, find_attention, load_attention
 from vit.model.vit import VisionTransformer
-from vit.model_file import load
+from vit.pretrained.load import load
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
 from vit.run.checkpoint import checkpoint_paths, read_checkpoint, save_checkpoint
 from vit.training.checks import check_config
 from vit.training.optim import build_optimizers
-from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from small_runs import CPU, make_loop
+from vit.commands.train import train
 from vit.config import Config
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, World, join_world
 from vit.training.loop import Loop
-from vit.training.train import train
 
 # New processes are forked from one that has imported this, which takes seconds.
-multiprocessing.set_forkserver_preload(["vit.training.train", "timm.utils"])
+multiprocessing.set_forkserver_preload(["vit.commands.train", "timm.utils"])
 
 
 def in_world(size: int, folder: Path, function: Callable[..., None], *values: Any) -> None:

@@ -8,6 +8,9 @@ import importlib
 TYPE_CHECKING = False  # as in typing, whose import takes longest of all here
 if TYPE_CHECKING:
     from vit.classifier import Classifier as Classifier
+    from vit.commands.export import export as export
+    from vit.commands.report import evaluate as evaluate
+    from vit.commands.train import train as train
     from vit.config import Config as Config
     from vit.explain.rollout import attention_rollout as attention_rollout
     from vit.model.attention import MultiHeadSelfAttention as MultiHeadSelfAttention
@@ -17,16 +20,19 @@ if TYPE_CHECKING:
     from vit.model.attention_model import require_attention as require_attention
     from vit.model.variants import load_attention as load_attention
     from vit.model.vit import VisionTransformer as VisionTransformer
-    from vit.model_file import load as load
-    from vit.training.train import train as train
+    from vit.pretrained.load import load as load
+    from vit.reporting.add_attention import add_attention as add_attention
 
 __version__ = "1.0.1"
 
 _MODULES = {
     "Classifier": "vit.classifier",
     "Config": "vit.config",
-    "load": "vit.model_file",
-    "train": "vit.training.train",
+    "load": "vit.pretrained.load",
+    "train": "vit.commands.train",
+    "evaluate": "vit.commands.report",
+    "export": "vit.commands.export",
+    "add_attention": "vit.reporting.add_attention",
     "attention_rollout": "vit.explain.rollout",
     "MultiHeadSelfAttention": "vit.model.attention",
     "causal_mask": "vit.model.attention",

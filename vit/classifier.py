@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, overload
 
 import torch
@@ -19,8 +18,8 @@ from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
-from vit.explain.kinds import ALL_KINDS
-from vit.explain.maps import attention_maps
+from vit.explain.kinds import ALL_KINDS, RolloutOptions
+from vit.explain.maps import DEFAULTS, attention_maps
 from vit.hardware import autocast, describe
 from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
@@ -71,8 +70,6 @@ class Classifier:
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         flip: Whether `logits` averages those of each image and its mirror image. Maps explain the
             image alone.
-        run: The folder of the run, if the model comes from `vit.load`.
-        file: The model file or checkpoint, if the model comes from `vit.load`.
         calibration: What the held-out images of the run say about probabilities, or None.
     """
 
@@ -82,8 +79,6 @@ class Classifier:
     device: torch.device
     precision: torch.dtype
     flip: bool = False
-    run: Path | None = None
-    file: Path | None = None
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -167,7 +162,7 @@ class Classifier:
         target: Tensor | None = None,
         precision: torch.dtype = torch.float32,
         batch_size: int = 500,
-        **options: Any,
+        rollout: RolloutOptions = DEFAULTS,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Classify images (N, channels, H, W) uint8 and map what the model attends to.
 
@@ -179,7 +174,7 @@ class Classifier:
             precision: Precision of the forward pass.
             batch_size: Most images per forward pass; fewer if their attention weights take more
                 than half a gigabyte.
-            **options: Options of `vit.explain.maps.attention_maps`.
+            rollout: Options for kind "rollout" only.
 
         Returns:
             Logits (N, C) float32, and for each kind maps (N, rows, columns) in the units of
@@ -198,7 +193,7 @@ class Classifier:
             part = slice(start, start + batch_size)
             aim = None if target is None else target[part].to(self.device)
             inputs = self.normalize(images[part])
-            parts.append(attention_maps(self.model, inputs, kinds, aim, precision, **options))
+            parts.append(attention_maps(self.model, inputs, kinds, aim, precision, rollout))
         logits = torch.cat([logits for logits, _ in parts])
         return logits, {kind: torch.cat([maps[kind] for _, maps in parts]) for kind in kinds}
 
@@ -297,52 +292,8 @@ class Classifier:
             for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
 
-    def evaluate(
-        self, images: ImageSet | str | Path | None = None, batch_size: int = 500
-    ) -> dict[str, Any]:
-        """Measure accuracy and other metrics, see `vit.evaluation.report`.
-
-        Args:
-            images: Images with labels, or the folder of a data set like that of the run, whose test
-                images are taken; None takes the test images of the run.
-            batch_size: Most images at once.
-
-        Raises:
-            ValueError: The images cannot be read, or have other classes.
-        """
-        if not isinstance(images, ImageSet):
-            saved = _late("model_file:load_model")(self._source(), "cpu")
-            images = _late("reporting.loading:load_test")(saved, images and str(images))
-        result: dict[str, Any] = _late("evaluation:evaluate")(self, images, batch_size)[0]
-        return result
-
-    def export(self, name: str, out: str | Path | None = None) -> Path:
-        """Write the model that was loaded in a format of other programs; return file or folder.
-
-        Args:
-            name: A format of `eval.py RUN export`, such as "onnx".
-            out: Folder for the export; None is export/ next to the model.
-
-        Raises:
-            ValueError: The format cannot represent the model, or its packages are not installed.
-        """
-        out = out or (self.run and self.run / _late("run.folder:EXPORT_FOLDER"))
-        options = _late("reporting.config:ExportConfig")(formats=(name,), out=out and str(out))
-        path: Path = _late("reporting.export:export_run")(self._source(), options)[0]
-        return path
-
-    def _source(self) -> str:
-        if self.file is None:
-            raise ValueError("only for a model that vit.load has loaded")
-        return str(self.file)
-
     def class_index(self, name: str) -> int:
         """Return the index of a class; ValueError if the model has no such class."""
         classes = ", ".join(self.classes)
         require(name in self.classes, "target", name, f"a class of this model, one of {classes}")
         return self.classes.index(name)
-
-
-def _late(name: str) -> Any:
-    """Import MODULE:NAME of vit when it is called for: it imports this module, or takes time."""
-    return resolve_name(f"vit.{name}")

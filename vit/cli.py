@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -17,16 +18,15 @@ import sys
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal, NoReturn
 
 import yaml
 
+from vit.commands.config import COMMANDS
 from vit.config import Config, to_dict
-from vit.console import is_out_of_memory, note_once, printable, program, rank, say
+from vit.console import is_out_of_memory, note_once, printable, program, rank, say, shorten
 from vit.recipes import compose, read_config
-from vit.reporting.config import COMMANDS
-from vit.settings import ImageSize, keys, read_yaml, require, shorten, suggest, unknown
+from vit.settings import ImageSize, keys, read_yaml, require, suggest, unknown
 
 # What train.py is told beside the config.
 SWITCHES = {
@@ -78,9 +78,9 @@ def train_main() -> None:
         # Imported late, because they import torch: a mistyped flag is answered at once. Collecting
         # garbage meanwhile would take a fifth of the time and find none.
         gc.disable()
+        from vit.commands.train import train
         from vit.distributed.launch import launched
         from vit.training.start import on_all_cores
-        from vit.training.train import train
 
         gc.freeze()  # nor would it find any among them later
         gc.enable()
@@ -99,7 +99,7 @@ def eval_main() -> None:
         from vit.hardware import cores_to_use
         from vit.model.variants import load_attention
 
-        function = resolve_name(f"vit.reporting.{COMMANDS[command][1]}")
+        function = importlib.import_module(f"vit.commands.{command}").run
         gc.freeze()
         gc.enable()
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
@@ -115,8 +115,8 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
         ValueError: A key is not known, or a value is not allowed.
     """
     about = (
-        "Train a Vision Transformer.\n\nDefaults below are those of a setting that no file names. "
-        "Without --config, the recipe quick\nis read, which names many: --print_config shows them."
+        "Train a Vision Transformer.\n\nDefaults below apply to settings that no file sets. "
+        "Without --config,\nthe recipe quick is read, which sets many: --print_config shows them."
     )
     parser = _Parser(usage="%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]", description=about)
     parser.add_argument(
@@ -154,7 +154,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     """
     words = list(arguments)
     if words[:1] in (["-h"], ["--help"]):
-        lines = (f"  {name:<9}{_title(config)}\n" for name, (config, _) in COMMANDS.items())
+        lines = (f"  {name:<9}{_title(config)}\n" for name, config in COMMANDS.items())
         about = (
             "Evaluate a trained Vision Transformer.\n\n"
             "RUN is a run folder, model.safetensors, a checkpoint, or the name of an included\n"
@@ -173,12 +173,12 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
             f"{suggest(name, COMMANDS)}"
         )
     for key in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
-        known = {owner: {owner, *keys(config)} for owner, (config, _) in COMMANDS.items()}
+        known = {owner: {owner, *keys(config)} for owner, config in COMMANDS.items()}
         owners = [owner for owner in COMMANDS if RENAMED.get(key, key) in known[owner]]
         if owners and name not in owners:
             where = f"{program('eval')} RUN {' or '.join(owners)}"
             raise ValueError(f"{key}: not a setting of {name}, but of {where}")
-    config = COMMANDS[name][0]
+    config = COMMANDS[name]
     usage = f"%(prog)s RUN {name} ... [--FIELD VALUE ...]"
     parser = _Parser(usage=usage, description=_title(config))
     _add_fields(parser, config, short=True)

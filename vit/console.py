@@ -78,3 +78,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )
+
+
+def shorten(value: object, length: int = 60) -> str:
+    """Return a value as one line of text, cut where it is too long."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def by(size: tuple[int, ...]) -> str:
+    """Return the sides of something as text: "32 x 32"."""
+    return " x ".join(map(str, size))

@@ -1,4 +1,4 @@
-"""Metrics of a classifier with their intervals: accuracy, metrics per class, calibration.
+"""Metrics of a classifier: accuracy, metrics per class, calibration.
 
 Shapes: B batch, C classes, N images.
 """
@@ -6,13 +6,11 @@ Shapes: B batch, C classes, N images.
 import copy
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,15 +20,13 @@ from vit.config import Config
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.explain.faithfulness import Z, mean_interval
 from vit.hardware import autocast
-from vit.seeding import generator
+from vit.intervals import Z, bootstrap, fraction, interval_of_mean
 
 if TYPE_CHECKING:  # it imports tensorboard
     from vit.run.tracker import Logged
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
-RESAMPLES = 1000  # of the bootstrap
 SAMPLE = 512  # training images for the statistics of batch norm
 
 
@@ -51,7 +47,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """What an evaluator is made from when a run begins, see `vit.training.train.EVALUATORS`."""
+    """What an evaluator is made from when a run begins, see `vit.commands.train.EVALUATORS`."""
 
     config: Config
     model: nn.Module  # in evaluation mode; the weights may change
@@ -185,49 +181,6 @@ def _means_of_classes(hits: Tensor, true: Tensor, guessed: Tensor) -> Tensor:
     return torch.stack([(hits / true).nanmean(), (2 * hits / (true + guessed)).nanmean()])
 
 
-def fraction(name: str, part: int, total: int) -> dict[str, Any]:
-    """Return a fraction and its 95% interval by name; None if there is nothing to divide by."""
-    known = (part / total, wilson_interval(part, total)) if total else (None, None)
-    return dict(zip((name, f"{name}_95"), known, strict=True))
-
-
-def average(name: str, values: Tensor) -> dict[str, Any]:
-    """Return the mean of values (N,) and its normal 95% interval, None for N = 1, by name."""
-    mean, half = mean_interval(values)
-    return {name: mean, f"{name}_95": (mean - half, mean + half) if len(values) > 1 else None}
-
-
-def wilson_interval(hits: float, count: float) -> tuple[float, float]:
-    """Return the 95% confidence interval of a proportion (Wilson 1927, without correction)."""
-    rate = hits / count
-    centre = rate + Z * Z / (2 * count)
-    spread = Z * math.sqrt(rate * (1 - rate) / count + Z * Z / (4 * count * count))
-    scale = 1 + Z * Z / count
-    low, high = (centre - spread) / scale, (centre + spread) / scale
-    # The proportion stays inside despite rounding.
-    return max(0.0, min(low, rate)), min(1.0, max(high, rate))
-
-
-def interval_of_mean(mean: float, error: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a mean of fractions of `count` images with a standard error.
-
-    It is that of a proportion of as many images as would give the same error, so that it stays
-    within 0 to 1, and has a width even if the error of a sample is 0.
-    """
-    effective = mean * (1 - mean) / error**2 if error > 1e-9 else count
-    return wilson_interval(mean * effective, effective)
-
-
-def bootstrap(measure: Callable[..., Tensor], *sizes: int) -> Tensor:
-    """Return 95% intervals (K, 2) of K statistics of weights (N,) for each group of N images."""
-    random, samples = generator(0, "bootstrap"), []
-    for _ in range(RESAMPLES):
-        drawn = [torch.randint(size, (size,), generator=random) for size in sizes]
-        samples.append(measure(*(d.bincount(minlength=len(d)).double() for d in drawn)))
-    points = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return torch.stack(samples).quantile(points, dim=0).T
-
-
 def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
     """Return loss_95, ece_95, balanced_accuracy_95 and macro_f1_95 by bootstrap, as for `report`.
 
@@ -260,39 +213,6 @@ def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
     )
     found = {"loss_95": loss, "ece_95": (lowest, max(0.0, 2 * ece - low))}
     return {**found, "balanced_accuracy_95": recall, "macro_f1_95": f1}
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Test whether two classifiers differ, of which each alone is right on some images.
-
-    Returns:
-        The p-value (McNemar 1947, exact): the probability of a split at least as uneven if both
-        were equally good.
-    """
-    tries, fewer = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(tries, k) for k in range(fewer + 1))
-    return min(1.0, 2 * tail / 2**tries)
-
-
-def student(name: str, *samples: Tensor) -> tuple[dict[str, Any], float | None]:
-    """Return a mean, or the difference of two, with its 95% interval by name, and its p-value.
-
-    It is that of a mean of 0 in Student's t-test, or Welch's. Samples are (N,); interval and
-    p-value are None if one has a single value, or if none varies.
-    """
-    mean = samples[0].mean().item() - sum(sample.mean().item() for sample in samples[1:])
-    squares = [s.var().item() / len(s) if len(s) > 1 else math.nan for s in samples]
-    if not (square := sum(squares)) > 1e-18:  # rounding
-        return {name: mean, f"{name}_95": None}, None
-    parts = [part**2 / (len(s) - 1) for part, s in zip(squares, samples, strict=True)]
-    freedom = square**2 / sum(parts)
-    angles = np.linspace(0, 1, 100_001) ** 3 * math.pi / 2  # cubed, as p-values may be small
-    heights = np.sin((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
-    tails = np.append(0, np.cumsum(heights * np.diff(angles)))  # |t| > sqrt(freedom) / tan(angle)
-    scale, tails = math.sqrt(square * freedom), tails / tails[-1]
-    p_value = float(np.interp(math.atan2(scale, abs(mean)), angles, tails))
-    half = scale / math.tan(np.interp(0.05, tails, angles))
-    return {name: mean, f"{name}_95": (mean - half, mean + half)}, p_value
 
 
 def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:

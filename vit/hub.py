@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vit.settings import shorten
+from vit.console import shorten
 
 HUB = "hf-hub:"  # before a repository's name, as in timm's names
 FILES = ["*.json", "*.safetensors"]  # what a model is read from; nothing that could be executed

@@ -9,9 +9,8 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import safetensors
@@ -23,11 +22,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
 from vit.config import Config, StoredConfig
-from vit.console import printable, warn
+from vit.console import printable, shorten, warn
 from vit.data.preprocess import Preprocess
 from vit.files import require_file, unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
-from vit.hub import HUB, download
 from vit.model.config import ModelConfig
 from vit.model.variants import attention_digest
 from vit.run.checkpoint import (
@@ -39,7 +37,7 @@ from vit.run.checkpoint import (
     read_checkpoint,
 )
 from vit.run.folder import MODEL_FILE
-from vit.settings import ClassNames, Steps, Text, group, parse, shorten, suggest
+from vit.settings import ClassNames, Steps, Text, group, parse, suggest
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
 METADATA_KEY = "vit"  # in the file's metadata: config, preprocessing, classes and step as JSON
@@ -61,17 +59,25 @@ class ModelMetadata:
     calibration: Calibration | None = None
 
 
-@dataclass(frozen=True)
-class SavedModel:
-    """A classifier as it comes out of a file, and where it comes from."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class SavedModel(Classifier):
+    """A classifier as it comes out of a file, and where it comes from.
 
-    classifier: Classifier
-    config: Config  # with which it was trained
-    step: int  # optimizer steps of its training
-    total_steps: int | None  # of the whole run; None in model files
+    Attributes:
+        config: With which it was trained.
+        step: Optimizer steps of its training.
+        total_steps: Of the whole run; None in model files.
+        path: The model file or checkpoint.
+        fingerprint: Of the user's files, see `vit.data.images.user_files`.
+        home: Where results belong; None is next to the file.
+    """
+
+    config: Config
+    step: int
+    total_steps: int | None
     path: Path
-    fingerprint: str = ""  # of the user's files, see `vit.data.images.user_files`
-    home: Path | None = None  # where results belong; None is next to the file
+    fingerprint: str = ""
+    home: Path | None = None
 
     @property
     def finished(self) -> bool:
@@ -104,64 +110,50 @@ class SavedModel:
 
     def describe(self) -> str:
         """Name the file, whether the run is unfinished, the device and the precision."""
-        classifier = self.classifier
         return (
-            f"{printable(self.with_progress(self.path))}: {describe(classifier.device)}, "
-            f"{str(classifier.precision).removeprefix('torch.')}"
-            f"{', mean of each image and its mirror image' if classifier.flip else ''}"
+            f"{printable(self.with_progress(self.path))}: {describe(self.device)}, "
+            f"{str(self.precision).removeprefix('torch.')}"
+            f"{', mean of each image and its mirror image' if self.flip else ''}"
         )
 
 
-def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Classifier:
-    """Load a trained model.
-
-    Args:
-        name: Run folder (its finished model, or else its newest checkpoint), model.safetensors,
-            checkpoint, the name of a bundled model such as "cifar10", the folder of a
-            classifier as transformers saves it, or "hf-hub:OWNER/NAME" on the Hugging Face Hub.
-        device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
-        precision: "auto" (float32, like exports), "float32" or "bfloat16".
-
-    Raises:
-        ValueError: There is no such model, the file is not a model of this project, or the device
-            is not available.
-    """
-    saved = load_model(name, device, precision)
-    return replace(saved.classifier, run=saved.run, file=saved.path)
-
-
-def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
-    """Load a trained model together with its config; arguments and errors as for `load`."""
-    home = None
-    if str(name).startswith(HUB):
-        home = Path("runs") / str(name).removeprefix(HUB).replace("/", "-")
-        name = download(str(name))
+def load_saved(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
+    """Load a run folder, a model file, a checkpoint or a bundled model, see `vit.load`."""
+    path = _find_model(Path(name))
     about: ModelMetadata | Checkpoint
-    weights: Mapping[str, Tensor]
-    total_steps, calibration, code = None, None, None
-    if folder := transformers_folder(Path(name)):
-        path = folder / MODEL_FILE
-        about, weights = resolve_name("vit.pretrained.transformers:read_classifier")(folder)
-    elif (path := _find_model(Path(name))).suffix == MODEL_SUFFIX:
+    if path.suffix == MODEL_SUFFIX:
         about, weights = _read_model(path)
-        code, calibration = about.attention_code, about.calibration
+        code: str | None = about.attention_code
     else:
         about = read_checkpoint(path)
-        weights, total_steps = about.ema or about.model, about.total_steps
+        weights = about.ema or about.model
         code = about.environment.get("attention_code")
+    saved, model = build_saved(path, about, weights, device, precision), about.config.model
+    if code and code != attention_code(model):
+        warn(
+            f"{path}: the code of {model.attention} attention has changed since this model was "
+            "trained, so its predictions may differ from those in training"
+        )
+    return saved
+
+
+def build_saved(
+    path: Path,
+    about: ModelMetadata | Checkpoint,
+    weights: Mapping[str, Tensor],
+    device: str,
+    precision: str,
+) -> SavedModel:
+    """Build the model that a file describes, with its weights; errors as for `vit.load`."""
     where, config, classes = choose_device(device), about.config, about.classes
     dtype = choose_precision("float32" if precision == "auto" else precision, where)
     preprocess = about.preprocess or Preprocess.from_config(config.data)
     model = _build(config.model, preprocess, len(classes), weights, path)
-    if code and code != attention_code(config.model):
-        warn(
-            f"{path}: the code of {config.model.attention} attention has changed since this model "
-            "was trained, so its predictions are those of another function"
-        )
-    classifier = Classifier(
-        model.to(where).eval(), preprocess, classes, where, dtype, calibration=calibration
+    return SavedModel(
+        model.to(where).eval(), preprocess, classes, where, dtype,
+        calibration=getattr(about, "calibration", None), config=config, step=about.step,
+        total_steps=getattr(about, "total_steps", None), path=path, fingerprint=about.fingerprint,
     )  # fmt: skip
-    return SavedModel(classifier, config, about.step, total_steps, path, about.fingerprint, home)
 
 
 def _build(
@@ -248,17 +240,6 @@ def is_own_file(path: Path) -> bool:
     except (safetensors.SafetensorError, OSError):
         return False
     return METADATA_KEY in metadata or DIGEST_KEY in metadata
-
-
-def transformers_folder(path: Path) -> Path | None:
-    """Return the folder of a model that transformers saved, given the folder or its weights."""
-    folder = path.parent if path.suffix == MODEL_SUFFIX else path
-    try:
-        about = parse(dict[str, Any], require_file(folder / "config.json").read_bytes(), folder)
-    except (OSError, ValueError):
-        return None
-    is_other = path.is_file() and is_own_file(path)
-    return folder if "model_type" in about and not is_other else None
 
 
 def save_model(

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @contextmanager
 def on_cores(count: int) -> Iterator[None]:
-    """Run each operation of torch on so many cores."""
+    """Limit torch to `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from vit.config import Config, Plans, TrainConfig, translated
+from vit.console import shorten
 from vit.data.config import DataConfig
 from vit.data.layout import check_stored, recognize
-from vit.settings import parse, read_yaml, require, shorten, suggest
+from vit.settings import parse, read_yaml, require, suggest
 
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
 Budgets: TypeAlias = dict[float, dict[Literal["model", "augment", "optim"], dict[str, Any]]]

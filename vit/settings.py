@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from vit.console import shorten
+
 T = TypeVar("T")
 
 # Of a dataclass whose values are checked.
@@ -90,17 +92,6 @@ Precision = Literal["auto", "float32", "bfloat16"]
 Arguments = Annotated[dict[str, JsonValue], BeforeValidator(_numbers)]
 Pixels = Annotated[int, Field(ge=1, le=10_000)]
 ImageSize = Annotated[tuple[Pixels, Pixels] | None, BeforeValidator(_rows_and_columns)]
-
-
-def shorten(value: object, length: int = 60) -> str:
-    """Return a value as one line of text, cut where it is too long."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= length else text[:length] + "..."
-
-
-def by(size: tuple[int, ...]) -> str:
-    """Return the sides of something as text: "32 x 32"."""
-    return " x ".join(map(str, size))
 
 
 def _shown(value: object) -> str:

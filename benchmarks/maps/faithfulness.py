@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.maps.filling import FILLINGS, make_filling
 from benchmarks.tables import markdown, plus_minus
 from vit.cli import user_errors
+from vit.commands.config import MapsConfig
 from vit.data.sampling import balanced_subset
 from vit.explain.kinds import ALL_KINDS
-from vit.model_file import SavedModel, load_model
-from vit.reporting.config import MapsConfig
+from vit.model_file import SavedModel
+from vit.pretrained.load import load as load_model
 from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import BASELINES, METRICS, Table, score_maps
 
@@ -36,7 +37,7 @@ def measure(
     Raises:
         ValueError: The test images cannot be read, or the model has no attention maps.
     """
-    test, classifier = load_test(saved), saved.classifier
+    test, classifier = load_test(saved), saved
     chosen = balanced_subset(test.labels, min(count, len(test)), seed, "eval.faithfulness")
     images = test.select(chosen).in_memory()
     print(f"{saved.describe()}, {len(images):,} {saved.config.data.name} test images", flush=True)

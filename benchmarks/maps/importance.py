@@ -22,15 +22,16 @@ from torch import Tensor
 
 from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.classifier import Classifier
+from vit.commands.config import HeadsConfig
+from vit.commands.heads import load_held_out
 from vit.explain.importance import as_grid
-from vit.explain.maps import readout_of
+from vit.explain.maps import layout_of
 from vit.explain.rollout import attention_rollout
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.hardware import cores_to_use
 from vit.model.attention_model import require_attention
-from vit.reporting.config import HeadsConfig
-from vit.reporting.heads import load_held_out, measure_groups
-from vit.reporting.loading import load_run
+from vit.pretrained.load import load
+from vit.reporting.heads import measure_groups
 
 BATCH = 50  # images whose attention weights are in memory at once
 
@@ -68,7 +69,9 @@ def statistics_of(classifier: Classifier, pixels: Tensor) -> dict[str, Tensor]:
             "entropy": attention_entropy(weights),
             "distance": attention_distance(weights, grid, size, prefix),
             "sink": sink_mass(weights),
-            "weight in rollout": weight_in_rollout(weights, readout_of(model), prefix),
+            "weight in rollout": weight_in_rollout(
+                weights, layout_of(model, size, size).readout, prefix
+            ),
         }
         for name, values in found.items():
             sums[name] = sums.get(name, torch.zeros(())) + values.cpu() * len(part) / len(pixels)
@@ -86,11 +89,11 @@ def main() -> None:
     torch.set_num_threads(cores_to_use())
     rows, correlations = [], dict[str, list[float]]()
     for run in given.runs:
-        saved = load_run(run, options)
+        saved = load(run, options.device, options.precision)
         images = load_held_out(saved, options)
-        falls = as_grid(measure_groups(saved.classifier, images)["heads"]).flatten()
+        falls = as_grid(measure_groups(saved, images)["heads"]).flatten()
         cells = [saved.name, str(len(falls)), f"{falls.min():.4f} to {falls.max():.4f}"]
-        for name, values in statistics_of(saved.classifier, images.pixels()).items():
+        for name, values in statistics_of(saved, images.pixels()).items():
             correlation = float(spearmanr(falls, values.flatten()).statistic)
             correlations.setdefault(name, []).append(correlation)
             cells.append(f"{correlation:+.2f}")

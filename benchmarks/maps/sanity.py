@@ -44,10 +44,11 @@ from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset, epoch_batches
-from vit.explain.faithfulness import mean_interval
 from vit.explain.kinds import ALL_KINDS
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.model_file import SavedModel, load_model
+from vit.intervals import mean_interval
+from vit.model_file import SavedModel
+from vit.pretrained.load import load as load_model
 from vit.reporting.loading import load_test
 from vit.seeding import fold_in, generator
 from vit.training.build import build_step
@@ -119,7 +120,7 @@ def untrained_weights(saved: SavedModel, seed: int) -> dict[str, Tensor]:
 
     No layer is zero, as the recipes have it: maps of blocks that do nothing would be empty.
     """
-    classifier, config = saved.classifier, saved.config.model
+    classifier, config = saved, saved.config.model
     torch.manual_seed(fold_in(seed, "untrained"))
     config = dataclasses.replace(config, zero_init=False) if config.name == "vit" else config
     return build_model(config, classifier.preprocess, len(classifier.classes)).state_dict()
@@ -134,7 +135,7 @@ def random_weights(
         Correlations, means over `draws` random models, by stage; and with all weights random, those
         with the maps of another image.
     """
-    model, found = saved.classifier.model, []
+    model, found = saved.model, []
     for seed in range(draws):
         weights = shuffled_weights(model, seed) if shuffle else untrained_weights(saved, seed)
         columns: Columns = {}
@@ -159,7 +160,7 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
         batch_size=max(1, len(training) // 10), small_share=0, budget_minutes=None, accumulate=1,
     )  # fmt: skip
     config = dataclasses.replace(saved.config, train=train, augment=UNAUGMENTED)
-    device, precision = saved.classifier.device, saved.classifier.precision
+    device, precision = saved.device, saved.precision
     step = build_step(Run.begin(config, device, precision), training)
     for epoch in range(epochs):
         shape = step.schedule.steps_per_epoch, step.schedule.batch_size
@@ -174,7 +175,7 @@ def random_labels(
     saved: SavedModel, question: Question, maps: Maps, test: ImageSet, few: int, epochs: int
 ) -> Columns:
     """Correlate maps with those of models that have memorised a few true and random labels."""
-    data, preprocess = saved.config.data, saved.classifier.preprocess
+    data, preprocess = saved.config.data, saved.preprocess
     data = dataclasses.replace(data, train_size=few)
     training = load_training(data, saved.config.train.seed, preprocess)[0].in_memory()
     order = torch.randperm(len(training), generator=generator(0, "random labels"))
@@ -247,8 +248,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=list(MAP_KINDS))
     given = parser.parse_args()
     saved = load_model(given.run)
-    another = load_model(given.other).classifier.model if given.other else None
-    test, classifier = load_test(saved), saved.classifier
+    another = load_model(given.other).model if given.other else None
+    test, classifier = load_test(saved), saved
     test = test.select(balanced_subset(test.labels, given.images, 0, "sanity")).in_memory()
     target = classifier.logits(test.pixels()).argmax(dim=1)
     question = Question(classifier.normalize(test.pixels()), target, given.kinds)

@@ -31,16 +31,17 @@ from benchmarks.maps.randomization import accuracy
 from benchmarks.tables import markdown, plus_minus
 from vit.classifier import Classifier
 from vit.cli import parse_train
+from vit.colours import as_pixels
+from vit.commands.train import train
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
 from vit.explain.canvas import Panel, overlay, table
-from vit.explain.colours import as_pixels, bar_of
-from vit.explain.faithfulness import mean_interval, pointing_game, to_patches
+from vit.explain.faithfulness import pointing_game, to_patches
 from vit.explain.kinds import ALL_KINDS
-from vit.explain.maps import MAP_KINDS
+from vit.explain.maps import MAP_KINDS, bar_of
+from vit.intervals import mean_interval
 from vit.run.folder import MODEL_FILE
 from vit.seeding import fold_in, generator
-from vit.training.train import train
 
 MARKED = "marked"
 CLASSES = (*KINDS, MARKED)

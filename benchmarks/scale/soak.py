@@ -44,10 +44,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
+from vit.commands.train import train
 from vit.config import Config, to_dict
 from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.run.sharded import read_whole
-from vit.training.train import train
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SPAWN = multiprocessing.get_context("forkserver")
@@ -286,7 +286,7 @@ def soak(folder: Path, kills: int, processes: int, draw: random.Random) -> tuple
     epochs = (MOST_EPOCHS + 1) * kills
     alone, killed = (small_config(folder / name, epochs) for name in ("alone", "killed"))
     if processes == 1:
-        SPAWN.set_forkserver_preload(["vit.training.train", "timm.utils"])
+        SPAWN.set_forkserver_preload(["vit.commands.train", "timm.utils"])
         undisturbed = start(alone, folder / "alone.log")
         undisturbed.join()
         failed = undisturbed.exitcode != 0

@@ -36,6 +36,7 @@ from benchmarks.tables import markdown
 from benchmarks.timing import compare, take_times, take_turns
 from vit.classifier import build_model
 from vit.cli import parse_train
+from vit.commands.train import build_loop
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
@@ -49,7 +50,6 @@ from vit.run.tracker import Tracker, milestones
 from vit.tensorboard_plugin.encoding import PLUGIN_NAME, decode_weights, part_of
 from vit.training.build import build_step
 from vit.training.start import Run
-from vit.training.train import build_loop
 
 CPU = torch.device("cpu")
 

@@ -30,8 +30,9 @@ from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
 from vit.data.images import ImageSet
 from vit.hardware import autocast, describe
-from vit.model_file import SavedModel, load_model
+from vit.model_file import SavedModel
 from vit.parallel import map_on_cores
+from vit.pretrained.load import load as load_model
 
 CPU = torch.device("cpu")
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -47,7 +48,7 @@ def timm_classifier(saved: SavedModel) -> Classifier:
     """Build timm's model of the size of ours, with random weights, computing in float32."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
-    quick, size = saved.classifier, saved.config.model
+    quick, size = saved, saved.config.model
     model = TimmViT(
         quick.preprocess.image_size, size.patch_size or 4, num_classes=len(quick.classes),
         embed_dim=size.embed_dim, depth=size.depth, num_heads=size.num_heads,
@@ -104,19 +105,19 @@ def with_onnxruntime(saved: SavedModel) -> Run:
     options.intra_op_num_threads = 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        write_onnx(replace(saved.classifier, precision=torch.float32), saved.config.model, path)
+        write_onnx(replace(saved, precision=torch.float32), saved.config.model, path)
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
 
     def run(inputs: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {name: inputs.numpy()})[0])
 
-    return per_core(run, saved.classifier)
+    return per_core(run, saved)
 
 
 def routes_of(group: str, saved: SavedModel, timm: Classifier) -> Iterator[tuple[str, Build]]:
     """Yield the routes of a group: their names, and functions that prepare them."""
-    quick = saved.classifier
+    quick = saved
     exact = replace(quick, precision=torch.float32)
     match group:
         case "auto":

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.console import printable
+from vit.console import printable, shorten
 from vit.data.config import DataConfig
 from vit.data.layout import some
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class, together
 from vit.data.stream import ImageFile, ImageFiles, first_copies
-from vit.settings import shorten
 
 TEST_FRACTION = 0.2
 

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.console import say
+from vit.console import say, shorten
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class
 from vit.data.stream import ImageFiles
-from vit.settings import shorten
 
 DIGITS_TEST_FRACTION = 0.2
 BRIGHTEST = 16  # pixel values are 0 to 16: how many of 4 x 4 smaller pixels are ink

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 from tqdm import tqdm
 
-from vit.console import printable, rank
+from vit.console import printable, rank, shorten
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
 from vit.data.layout import (
@@ -29,7 +29,6 @@ from vit.data.layout import (
 )
 from vit.data.photos import TarMember
 from vit.files import require_file
-from vit.settings import shorten
 
 BELONG = "name.jpg and name.cls belong together: members that share a name up to the first dot"
 # What follows the last member: zeros, to a multiple of some blocks of 512 bytes, usually 20. Images

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from vit.console import note_once
+from vit.console import note_once, shorten
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
 from vit.data.layout import TESTS, TRAIN, content, part_of, some
-from vit.settings import shorten
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 ALSO = {"file": PATH, "filename": PATH, "image": PATH, "part": SPLIT, "subset": SPLIT}

@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from vit.colours import UNIFORM, Bar, colour, colour_map
 from vit.console import note_once
-from vit.explain.colours import UNIFORM, Bar, colour, colour_map
 
 DPI = 100  # pixels to 72 points
 GAP = 6  # pixels between panels
@@ -153,7 +153,7 @@ def colour_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
 
 
 def shorten(words: str, width: float) -> str:
-    """Cut the middle of each line of words that is wider than so many pixels.
+    """Cut the middle of each line of words that is wider than `width` pixels.
 
     Class names often differ at their ends, numbers follow them, and a path ends in its file.
     """

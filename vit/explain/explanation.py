@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from vit.colours import as_rgb, colour_map
 from vit.explain.canvas import Panel, fit, join, overlay, resize, table
-from vit.explain.colours import as_rgb, bar_of, colour_map
-from vit.explain.maps import map_title
+from vit.explain.maps import bar_of, map_title
 from vit.files import open_atomically
 from vit.settings import require
 

@@ -8,7 +8,6 @@ gives both curves. Compare every map with `baselines`: objects are usually in th
 Shapes: B images, K levels, P patches.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from vit.seeding import generator
 
 Filling = Callable[[Tensor, Tensor], Tensor]  # images, hidden pixels (B, 1, H, W) -> images
-Z = 1.959964  # a normal variable is within ± Z with a probability of 95%
 LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # fractions of hidden patches
 
 
@@ -120,10 +118,3 @@ def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
     covered = to_patches(masks.float(), (maps.shape[1], maps.shape[2])) >= 0.5
     strongest = maps == maps.amax(dim=(1, 2), keepdim=True)
     return (strongest & covered).sum(dim=(1, 2)) / strongest.sum(dim=(1, 2))
-
-
-def mean_interval(values: Tensor) -> tuple[float, float]:
-    """Return the mean of values (B,) and half its normal 95% interval, NaN for a single value."""
-    values = values.cpu().double()
-    spread = values.std().item() if len(values) > 1 else math.nan
-    return values.mean().item(), Z * spread / math.sqrt(len(values))

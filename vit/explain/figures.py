@@ -1,23 +1,23 @@
 """Figures of attention maps: tensors in, pictures (height, width, 3) uint8 out.
 
 Images are (channels, H, W) uint8, or B of them, and maps (rows, columns) in the units of their
-kind; see `vit.explain.colours` for colours and scale.
+kind; see `vit.colours` for colours and scale.
 
 Shapes: B images, L layers, H heads.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from vit.colours import SIGNED, as_pixels, colour, colour_map
 from vit.explain.canvas import BLANK, Panel, font_of, join, overlay, table, text_width
-from vit.explain.colours import SIGNED, as_pixels, bar_of, colour, colour_map
 from vit.explain.features import colours
-from vit.explain.maps import map_title
+from vit.explain.kinds import RolloutOptions
+from vit.explain.maps import DEFAULTS, bar_of, map_title
 
 
 def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
@@ -35,7 +35,7 @@ def attention_picture(
     caption: str,
     explained: str = "",
     name: str = "",
-    **rollout: Any,
+    rollout: RolloutOptions = DEFAULTS,
 ) -> np.ndarray:
     """Draw an image, a map of it and the overlay of both; a row for each of several maps.
 
@@ -45,7 +45,7 @@ def attention_picture(
     """
     rows, pixels, bars = [], as_pixels(image), [bar_of(kind) for kind in maps]
     for (kind, heat), bar in zip(maps.items(), bars, strict=True):
-        title = map_title(kind, explained, **rollout)
+        title = map_title(kind, explained, rollout)
         drawn = colour_map(heat, bar), overlay(pixels, heat, bar)
         rows.append([Panel(pixels, caption), Panel(drawn[0], title), Panel(drawn[1], "overlay")])
     return table(rows, (208, 208), title=name, bars=bars)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vit.explain.faithfulness import mean_interval
+from vit.intervals import mean_interval
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head), both counted from 0
 Interval = tuple[float, float]  # mean over images and half the width of its 95% interval
@@ -72,7 +72,7 @@ def single_heads(layers: int, heads: int) -> list[Heads]:
 
 
 def pairs_of_largest(effects: Sequence[Effect], count: int) -> list[Heads]:
-    """List all pairs of so many heads, those whose muting costs most probability."""
+    """List all pairs of the `count` most important heads."""
     ranked = sorted(effects, key=lambda effect: effect.probability[0], reverse=True)
     return list(itertools.combinations(sorted(effect.heads[0] for effect in ranked[:count]), 2))
 

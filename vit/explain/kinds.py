@@ -6,6 +6,17 @@ A kind names its function, which is found when a map is drawn. CONTRIBUTING.md s
 from dataclasses import dataclass
 from typing import Literal
 
+HeadFusion = Literal["mean", "max", "min"]
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Options of attention rollout, see `vit.explain.rollout.attention_rollout`."""
+
+    head_fusion: HeadFusion = "mean"
+    discard_ratio: float = 0.0
+    start_layer: int = 0
+
 
 @dataclass(frozen=True)
 class MapKind:
@@ -21,24 +32,23 @@ class MapKind:
         passes     the model, to be called any number of times, in float32 whatever the
                    precision; images, grid (rows, columns) and explained classes (B,)
 
-    The first three also take `readout` and `num_prefix_tokens`, see
-    `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes. A map
-    that needs more than weights explains a class.
+    The first two also take `readout` and `num_prefix_tokens`, see
+    `vit.explain.rollout.attention_rollout`, the third a `vit.explain.maps.TokenLayout`. Kinds with
+    the same needs share their passes. A map that needs more than weights explains a class.
     """
 
     title: str  # in figures and tables
     function: str  # in `vit.explain`; it returns (B, patches) or (B, rows, columns)
     needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]  # what it takes
-    # What 1 means on the map, to which values are scaled: what each token gets if all get the same
-    # (of fractions of what the head reads), the mean (of values that are at least 0), or the mean
-    # of absolute values ("size").
+    # The value scaled to 1: what each token gets if all get the same (of fractions of what the head
+    # reads), the mean (of values that are at least 0), or the mean of absolute values ("size").
     unit: Literal["uniform", "mean", "size"]
     signed: bool = False  # whether it is positive for the class and negative against it
     # Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise. The tab has no
     # maps that need pixels or passes.
     default: bool = True
     photos: bool = False  # whether it is drawn for photos unless told otherwise
-    options: tuple[str, ...] = ()  # of `vit.explain.maps.attention_maps`, which the function takes
+    has_options: bool = False  # whether its function takes the fields of `RolloutOptions`
 
     @property
     def class_specific(self) -> bool:
@@ -50,7 +60,7 @@ class MapKind:
 ALL_KINDS = {
     "rollout": MapKind(
         "attention rollout", "rollout:attention_rollout", "weights", "uniform",
-        photos=True, options=("head_fusion", "discard_ratio", "start_layer"),
+        photos=True, has_options=True,
     ),
     "gradient_rollout": MapKind(
         "gradient rollout", "rollout:gradient_rollout", "gradients", "uniform"

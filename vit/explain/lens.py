@@ -1,4 +1,4 @@
-"""The logit lens: the classes as which the tokens of every layer would be read.
+"""The logit lens: the class each layer's tokens would predict.
 
 The final norm and the head are applied to the tokens after each layer, as if the layers after it
 were left out: nostalgebraist, "interpreting GPT: the logit lens" (LessWrong, 2020); see also arXiv

@@ -3,83 +3,105 @@
 Shapes: L layers, B batch, H heads, N tokens (prefix, then patches), P patches, C classes.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vit.explain.kinds import ALL_KINDS
+from vit.colours import SIGNED, UNIFORM, Bar
+from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.lrp import propagate, smooth, token_relevance
-from vit.explain.rollout import HeadFusion, Readout, attention_gradients, attention_rollout
+from vit.explain.rollout import Readout, attention_gradients, attention_rollout
 from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
 
+DEFAULTS = RolloutOptions()
 MAP_KINDS = {kind: entry for kind, entry in ALL_KINDS.items() if entry.default}
 
 
-def map_title(kind: str, class_name: str, **options: Any) -> str:
+@dataclass(frozen=True)
+class TokenLayout:
+    """What the tokens of a sequence are: prefix tokens, then patches row by row."""
+
+    grid: tuple[int, int]  # rows and columns of patches
+    num_prefix_tokens: int  # class token and registers
+    readout: Readout  # what the head reads
+
+
+def layout_of(model: AttentionModel, height: int, width: int) -> TokenLayout:
+    """Return the layout of a model's tokens for images of a size in pixels."""
+    readout: Readout = "class_token" if model.global_pool == "token" else "mean"
+    grid = model.patch_embed.grid(height, width)
+    return TokenLayout(grid, model.num_prefix_tokens, readout)
+
+
+def map_title(kind: str, class_name: str, rollout: RolloutOptions = DEFAULTS) -> str:
     """Return a two-line title: the kind of map, and the class it explains, if any."""
     explained = f"(for {class_name})" if ALL_KINDS[kind].class_specific else "(class-agnostic)"
-    return f"{title_of(kind, **options)}\n{explained}"
+    return f"{title_of(kind, rollout)}\n{explained}"
 
 
-def title_of(
-    kind: str, head_fusion: HeadFusion = "mean", discard_ratio: float = 0.0, start_layer: int = 0
-) -> str:
-    """Return the title of a kind of map, with those of its options that are not the default."""
+def bar_of(kind: str) -> Bar:
+    """Return the colours and scale of a kind of map."""
+    return SIGNED if ALL_KINDS[kind].signed else UNIFORM
+
+
+def title_of(kind: str, rollout: RolloutOptions = DEFAULTS) -> str:
+    """Return the title of a kind of map, with the options of rollout that are not the default."""
     options = {
-        f"{head_fusion} over heads": head_fusion != "mean",
-        f"lowest {100 * discard_ratio:.3g}% discarded": discard_ratio > 0,
-        f"from layer {start_layer}": start_layer > 0,
+        f"{rollout.head_fusion} over heads": rollout.head_fusion != "mean",
+        f"lowest {100 * rollout.discard_ratio:.3g}% discarded": rollout.discard_ratio > 0,
+        f"from layer {rollout.start_layer}": rollout.start_layer > 0,
     }
     shown = ", ".join(option for option, changed in options.items() if changed)
     title = ALL_KINDS[kind].title
-    return f"{title} ({shown})" if shown and ALL_KINDS[kind].options else title
-
-
-def readout_of(model: AttentionModel) -> Readout:
-    """Return what a model's head reads, as `attention_rollout` and its relatives expect it."""
-    return "class_token" if model.global_pool == "token" else "mean"
+    return f"{title} ({shown})" if shown and ALL_KINDS[kind].has_options else title
 
 
 def map_of(
-    kind: str, reader: AttentionModel, grid: tuple[int, int], *given: Any, **options: Any
+    kind: str, readings: Sequence[Any], layout: TokenLayout, rollout: RolloutOptions
 ) -> Tensor:
-    """Compute a map (B, rows, columns) float32 from what its kind needs, in the unit of its kind.
+    """Compute a map (B, rows, columns) float32, in the unit of its kind.
 
-    That is what the function of the kind takes, see `vit.explain.kinds`. Options are passed to the
-    kinds that take any.
+    The readings are what the function of the kind takes, see `vit.explain.kinds`.
     """
     entry = ALL_KINDS[kind]
-    keywords = dict(options) if entry.options else {}
-    if entry.needs in ("weights", "gradients", "relevance"):
-        keywords |= {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
-    found: Tensor = resolve_name(f"vit.explain.{entry.function}")(*given, **keywords).float()
-    found = found.unflatten(1, grid) if found.ndim == 2 else found
-    patches = grid[0] * grid[1]
+    keywords: dict[str, Any] = asdict(rollout) if entry.has_options else {}
+    if entry.needs in ("weights", "gradients"):
+        keywords |= {"readout": layout.readout, "num_prefix_tokens": layout.num_prefix_tokens}
+    if entry.needs == "relevance":
+        keywords = {"layout": layout}
+    values: Tensor = resolve_name(f"vit.explain.{entry.function}")(*readings, **keywords).float()
+    values = values.unflatten(1, layout.grid) if values.ndim == 2 else values
+    patches = math.prod(layout.grid)
     if entry.unit == "uniform":
-        return found * (reader.num_prefix_tokens + patches)
+        return values * (layout.num_prefix_tokens + patches)
     if entry.unit == "mean":
-        return found / found.sum(dim=(1, 2), keepdim=True).clamp(min=1e-30) * patches
-    return found / found.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+        return values / values.sum(dim=(1, 2), keepdim=True).clamp(min=1e-30) * patches
+    return values / values.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
 
 
-def patches_of(relevance: Tensor, reader: AttentionModel, grid: tuple[int, int]) -> Tensor:
+def patches_of(relevance: Tensor, layout: TokenLayout) -> Tensor:
     """Return the relevance of patches, (L, B, rows, columns), from that of tokens, (L, B, N)."""
-    return relevance[..., reader.num_prefix_tokens :].float().unflatten(2, grid)
+    return relevance[..., layout.num_prefix_tokens :].float().unflatten(2, layout.grid)
 
 
-def relevance_of_patches(relevance: Tensor, *_: Any, **layout: Any) -> Tensor:
+def relevance_of_patches(relevance: Tensor, _: Sequence[Tensor], layout: TokenLayout) -> Tensor:
     """Return the relevance of the patches that enter the first layer."""
     return relevance[0]
 
 
-def relevance_times_rollout(relevance: Tensor, weights: Sequence[Tensor], **layout: Any) -> Tensor:
+def relevance_times_rollout(
+    relevance: Tensor, weights: Sequence[Tensor], layout: TokenLayout
+) -> Tensor:
     """Multiply smoothed relevance for the class, mean over layers, by attention rollout."""
-    rollout = attention_rollout(weights, **layout).unflatten(1, relevance.shape[2:])
-    return smooth(relevance.mean(dim=0).relu()) * rollout
+    prefix = layout.num_prefix_tokens
+    rollout = attention_rollout(weights, readout=layout.readout, num_prefix_tokens=prefix)
+    return smooth(relevance.mean(dim=0).relu()) * rollout.unflatten(1, layout.grid)
 
 
 def relevance_of_pixels(relevance: Tensor) -> Tensor:
@@ -94,7 +116,7 @@ def attention_maps(
     kinds: Sequence[str] = ("rollout",),
     target: Tensor | None = None,
     precision: torch.dtype = torch.float32,
-    **rollout: Any,
+    rollout: RolloutOptions = DEFAULTS,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Classify images and compute attention maps of any kinds.
 
@@ -109,7 +131,7 @@ def attention_maps(
             class.
         precision: Precision of the model's matrix products: float32 or bfloat16. Maps are computed
             in float32 either way.
-        **rollout: Options of `attention_rollout`, for kind "rollout" only.
+        rollout: Options for kind "rollout" only.
 
     Returns:
         Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
@@ -122,14 +144,14 @@ def attention_maps(
     reader = require_attention(model)
     if unknown := [kind for kind in kinds if kind not in ALL_KINDS]:
         raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(ALL_KINDS)}")
-    grid = reader.patch_embed.grid(*images.shape[-2:])
+    layout = layout_of(reader, *images.shape[-2:])
     needs = {ALL_KINDS[kind].needs for kind in kinds}
     maps: dict[str, Tensor] = {}
 
-    def draw(need: str, *given: Any) -> None:
+    def compute(need: str, *readings: Any) -> None:
         for kind in kinds:
             if ALL_KINDS[kind].needs == need:
-                maps[kind] = map_of(kind, reader, grid, *given, **rollout)
+                maps[kind] = map_of(kind, readings, layout, rollout)
 
     differentiate = "gradients" in needs
     # The images require gradients, so that the weights do too even if all parameters are frozen.
@@ -142,16 +164,16 @@ def attention_maps(
         target = logits.argmax(dim=1) if target is None else target.clone()
         gradients = attention_gradients(logits, weights, target) if differentiate else ()
     logits, weights = logits.detach(), [layer.detach() for layer in weights]
-    draw("weights", weights)
-    draw("gradients", weights, gradients)
+    compute("weights", weights)
+    compute("gradients", weights, gradients)
     del weights, gradients  # they may be large
     if "pixels" in needs:
         with autocast(images.device, precision):
             _, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
-        draw("pixels", pixels)
+        compute("pixels", pixels)
     if "relevance" in needs:
         with autocast(images.device, precision):
             _, (relevance,), weights = token_relevance(reader, images, [target])
-        draw("relevance", patches_of(relevance, reader, grid), weights)
-    draw("passes", model, images, grid, target)
+        compute("relevance", patches_of(relevance, layout), weights)
+    compute("passes", model, images, layout.grid, target)
     return logits, {kind: maps[kind] for kind in kinds}

@@ -19,8 +19,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vit.explain.kinds import HeadFusion
+
 Readout = Literal["class_token", "mean"]
-HeadFusion = Literal["mean", "max", "min"]
 Layers = Tensor | Sequence[Tensor]
 
 
@@ -179,7 +180,7 @@ def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tenso
 def check_rollout_options(
     head_fusion: str, discard_ratio: float, start_layer: int, depth: int
 ) -> None:
-    """Raise a ValueError if options of `attention_rollout` are out of range for so many layers."""
+    """Check options of `attention_rollout` for a model of `depth` layers."""
     if head_fusion not in ("mean", "max", "min"):
         raise ValueError(f"head_fusion: {head_fusion!r} is not mean, max or min")
     if not 0 <= discard_ratio < 1:

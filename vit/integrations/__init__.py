@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.console import warn
+from vit.console import shorten, warn
 from vit.data.preprocess import Preprocess
-from vit.settings import shorten
-from vit.tensorboard_plugin import add_attention
+from vit.reporting.add_attention import add_attention
 
 RGB = tuple[float, float, float]
 HALF = (0.5, 0.5, 0.5)

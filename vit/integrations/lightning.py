@@ -1,12 +1,13 @@
 """Logging for the Attention tab from Lightning."""
 
+from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from vit.explain.maps import readout_of
+from vit.explain.maps import layout_of
 from vit.integrations import AttentionLog
 from vit.model.attention_model import attention_model, require_attention
 
@@ -49,8 +50,5 @@ def _trained(module: nn.Module) -> nn.Module:
 def _read(model: nn.Module, inputs: Tensor) -> dict[str, Any]:
     reader = require_attention(model)
     logits, weights, _ = reader.forward_intermediates(inputs)
-    return {
-        "weights": weights, "logits": logits, "readout": readout_of(reader),
-        "grid": reader.patch_embed.grid(*inputs.shape[-2:]),
-        "num_prefix_tokens": reader.num_prefix_tokens,
-    }  # fmt: skip
+    layout = layout_of(reader, *inputs.shape[-2:])
+    return {"weights": weights, "logits": logits, **asdict(layout)}

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from vit.console import shorten
 from vit.model.config import TIMM
-from vit.settings import shorten, suggest
+from vit.settings import suggest
 
 # Among the arguments, but not timm's: the epsilon of all layer norms.
 NORM_EPS = "norm_eps"

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from vit.config import Config
+from vit.console import by, shorten
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.timm_model import NORM_EPS, complete_arguments, create, head_names
 from vit.model.vit import VisionTransformer
 from vit.pretrained.architecture import HEAD, num_prefix_tokens
-from vit.settings import by, shorten
 
 CLASSES = 10  # any number does
 COUNTER = "num_batches_tracked"  # of batch norm; old files lack it

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vit.console import shorten
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
 from vit.model.vit import VisionTransformer
-from vit.settings import shorten
 
 # Settings of a run, whatever its weights come from; all others describe the architecture.
 OF_THE_RUN = ("zero_init", "drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")

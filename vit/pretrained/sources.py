@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.console import shorten
 from vit.hub import HUB, download
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import FROM_DATA, REFUSED
-from vit.model_file import bundled_models, is_own_file, load_model, transformers_folder
+from vit.model_file import bundled_models, is_own_file, load_saved
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.architecture import settings_of_config, settings_of_file, settings_of_timm
-from vit.pretrained.transformers import read_transformers
+from vit.pretrained.transformers import read_transformers, transformers_folder
 from vit.run.folder import MODEL_FILE
-from vit.settings import shorten, suggest
+from vit.settings import suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
 WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # before the names in foreign training loops
@@ -59,18 +60,18 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
 def _from_own(name: str) -> Pretrained:
     """Read a run folder, a model file, a checkpoint or a bundled model."""
     try:
-        saved = load_model(name, "cpu", "float32")
+        saved = load_saved(name, "cpu", "float32")
     except ValueError as error:
         raise ValueError(f"model.pretrained: {error}") from None
-    preprocess = saved.classifier.preprocess
+    preprocess = saved.preprocess
     return Pretrained(
         saved.with_progress(name),
         settings_of_config(saved.config.model),
-        saved.classifier.model.state_dict(),
+        saved.model.state_dict(),
         (preprocess.channels, *preprocess.image_size),
         preprocess.mean,
         preprocess.std,
-        saved.classifier.classes,
+        saved.classes,
         config=saved.config,
         fingerprint=saved.fingerprint,
     )

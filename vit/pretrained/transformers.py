@@ -23,9 +23,10 @@ from vit.data.specs import IMAGENET
 from vit.files import require_file
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
-from vit.model_file import ModelMetadata
+from vit.model_file import MODEL_SUFFIX, ModelMetadata, is_own_file
 from vit.pretrained.adapt import Pretrained, fit
 from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
+from vit.settings import parse
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
 OF_IMAGENET = ("deit", "dinov2", "dinov2_with_registers", "dinov3_vit")  # normalized as it is
@@ -60,6 +61,17 @@ RENAMED = (  # patterns and what replaces them, one after the other
 FOR_EVA = ((r"\.ls([12])\.gamma$", r".gamma_\1"), (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"))
 # Parts that timm stores as one.
 JOINED = {("attn.q", "attn.k", "attn.v"): "attn.qkv", ("mlp.gate_proj", "mlp.fc1"): "mlp.fc1"}
+
+
+def transformers_folder(path: Path) -> Path | None:
+    """Return the folder of a model that transformers saved, given the folder or its weights."""
+    folder = path.parent if path.suffix == MODEL_SUFFIX else path
+    try:
+        about = parse(dict[str, Any], require_file(folder / "config.json").read_bytes(), folder)
+    except (OSError, ValueError):
+        return None
+    is_other = path.is_file() and is_own_file(path)
+    return folder if "model_type" in about and not is_other else None
 
 
 def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:

@@ -7,27 +7,42 @@ Shapes: K explained classes, L layers, B batch, H heads, N tokens (prefix, then 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier, threads_of
+from vit.colours import as_rgb
 from vit.console import printable
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
-from vit.explain.colours import as_rgb
 from vit.explain.features import coordinates, fit_frames
+from vit.explain.kinds import RolloutOptions
 from vit.explain.lens import logit_lens
 from vit.explain.lrp import token_relevance
-from vit.explain.maps import MAP_KINDS, map_of, patches_of, readout_of, title_of
+from vit.explain.maps import DEFAULTS, MAP_KINDS, layout_of, map_of, patches_of, title_of
 from vit.explain.rollout import attention_gradients
+from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import prefix_names, require_attention
 from vit.parallel import map_on_cores
-from vit.tensorboard_plugin.records import LENS_CLASSES, Lens, Map, Record
-from vit.tensorboard_plugin.summary import image_records
+from vit.tensorboard_plugin.encoding import frames_summary, summaries
+from vit.tensorboard_plugin.records import (
+    FRAMES_TAG,
+    LENS_CLASSES,
+    MAX_WEIGHTS,
+    TOP_CLASSES,
+    Details,
+    Lens,
+    Map,
+    Record,
+    Statistics,
+    image_url,
+)
 
 BATCH_SIZE = 4  # images whose graph each core keeps; a part of the probes for each of them
 ALL_CLASSES = 10  # up to so many classes, each is explained
@@ -70,33 +85,33 @@ def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode(False)  # which also enables gradients
 def read_attention(
-    classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], **rollout: Any
+    classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], rollout: RolloutOptions
 ) -> Attention:
     """Run a model on images (B, channels, H, W) uint8, in float32, and compute all of their maps.
 
-    They are those of `MAP_KINDS` for `explained_classes`, with options of `attention_rollout`.
+    The maps are those of `MAP_KINDS`, for `explained_classes`.
     """
     model = require_attention(classifier.model)
     # The images require gradients, so that the weights do too even if all parameters are frozen.
     inputs = classifier.normalize(images).requires_grad_()
     logits, weights, tokens = model.forward_intermediates(inputs)
-    grid = model.patch_embed.grid(*images.shape[-2:])
+    layout = layout_of(model, *images.shape[-2:])
     classes = explained_classes(logits.detach(), wanted)
     detached = [layer.detach() for layer in weights]
     maps: list[tuple[str, Tensor | None, Tensor]] = []
 
-    def draw(need: str, target: Tensor | None, *given: Any) -> None:
+    def compute(need: str, target: Tensor | None, *readings: Any) -> None:
         for kind, entry in MAP_KINDS.items():
             if entry.needs == need:
-                maps.append((kind, target, map_of(kind, model, grid, *given, **rollout).cpu()))
+                maps.append((kind, target, map_of(kind, readings, layout, rollout).cpu()))
 
-    draw("weights", None, detached)
+    compute("weights", None, detached)
     for number, target in enumerate(classes, start=1):
         gradients = attention_gradients(logits, weights, target, number < len(classes))
-        draw("gradients", target, detached, gradients)
+        compute("gradients", target, detached, gradients)
     _, relevances, _ = token_relevance(model, inputs.detach(), list(classes))
     for target, relevance in zip(classes, relevances, strict=True):
-        draw("relevance", target, patches_of(relevance, model, grid), detached)
+        compute("relevance", target, patches_of(relevance, layout), detached)
     return Attention(logits.detach().float(), detached, [t.detach() for t in tokens], maps)
 
 
@@ -106,12 +121,12 @@ def attention_records(
     *,
     frames: Tensor | None = None,
     target: int | None = None,
-    **rollout: Any,
+    rollout: RolloutOptions = DEFAULTS,
 ) -> Iterator[tuple[Attention, list[Record | None]]]:
     """Read the attention of images in memory batch by batch, and make their records.
 
     Frames come from `read_frames`, for the features of the images; None leaves features out. The
-    target is a class to explain in any case, and options are those of `attention_rollout`.
+    target is a class to explain in any case.
 
     Yields:
         The attention of up to four images, and a record of each; None for all of them if a number
@@ -121,7 +136,7 @@ def attention_records(
     def read(start: int) -> tuple[Attention, list[Record | None]]:
         part = images.select(torch.arange(start, min(start + BATCH_SIZE, len(images))))
         aims = [] if target is None else [torch.full_like(part.labels, target)]
-        attention = read_attention(classifier, part.pixels(), [part.labels, *aims], **rollout)
+        attention = read_attention(classifier, part.pixels(), [part.labels, *aims], rollout)
         if not attention.finite:
             return attention, [None] * len(part)
         return attention, [*_records(classifier, part, attention, frames, rollout)]
@@ -157,12 +172,13 @@ def _records(
     images: ImageSet,
     attention: Attention,
     frames: Tensor | None,
-    rollout: dict[str, Any],
+    rollout: RolloutOptions,
 ) -> list[Record]:
     """Make the record of each image of a batch."""
     model, pixels = require_attention(classifier.model), images.pixels()
     readings, probabilities = logit_lens(model.read_tokens, attention.tokens, LENS_CLASSES)
-    patches = [layer[:, model.num_prefix_tokens :] for layer in attention.tokens]
+    layout = layout_of(model, *pixels.shape[-2:])
+    patches = [layer[:, layout.num_prefix_tokens :] for layer in attention.tokens]
 
     def lens_of(row: int) -> Lens | None:
         if readings.shape[2] == 1:  # a token cannot be read alone
@@ -173,7 +189,7 @@ def _records(
     def maps_of(row: int) -> list[Map]:
         return [
             Map(
-                kind=kind, title=title_of(kind, **rollout), signed=MAP_KINDS[kind].signed,
+                kind=kind, title=title_of(kind, rollout), signed=MAP_KINDS[kind].signed,
                 target=None if target is None else int(target[row]),
                 values=values[row].flatten().tolist(),
             )
@@ -187,7 +203,68 @@ def _records(
     ]  # fmt: skip
     return image_records(
         as_rgb(pixels.permute(0, 2, 3, 1).cpu().numpy()), [w.cpu() for w in attention.weights],
-        model.patch_embed.grid(*pixels.shape[-2:]), prefix_names(classifier.model),
+        layout.grid, prefix_names(classifier.model),
         attention.logits.cpu(), None if frames is None else coordinates(patches, frames), each,
-        readout=readout_of(model), classes=list(classifier.classes),
+        readout=layout.readout, classes=list(classifier.classes),
     )  # fmt: skip
+
+
+def image_records(
+    pixels: np.ndarray,
+    weights: Sequence[Tensor],
+    grid: tuple[int, int],
+    prefix: Sequence[str],
+    logits: Tensor | None,
+    features: Tensor | None,
+    each: Sequence[Mapping[str, Any]],
+    **shared: Any,
+) -> list[Record]:
+    """Make the records of images, with the statistics of every head.
+
+    Args:
+        pixels: (B, height, width, 3) uint8. Distances need square patches.
+        weights: L attention weights (B, H, N, N) on the CPU, rows summing to 1.
+        grid: Rows and columns of patches.
+        prefix: Names of the tokens before the patches.
+        logits: (B, C), for the predictions.
+        features: (B, L, P, K), see `vit.explain.features`.
+        each: Further fields of the `Details` of each image.
+        **shared: Those that all images share.
+    """
+    size, heads = pixels.shape[1:3], weights[0].shape[1]
+    height, width = size[0] / grid[0], size[1] / grid[1]
+    stored = sum(layer[0].numel() for layer in weights) <= MAX_WEIGHTS
+    records = []
+    for row, fields in enumerate(each):
+        alone = [layer[row : row + 1].float() for layer in weights]
+        distance = attention_distance(alone, grid, 1, len(prefix)) * height
+        statistics = Statistics(
+            entropy=attention_entropy(alone).tolist(),
+            distance=distance.tolist() if height == width else None,
+            sink=sink_mass(alone).tolist(),
+        )
+        details = Details(
+            image=image_url(pixels[row]), image_size=size, grid=grid, prefix=[*prefix],
+            layers=len(weights), heads=heads, statistics=statistics,
+            top=[] if logits is None else _top(logits[row]), **fields, **shared,
+        )  # fmt: skip
+        kept = np.concatenate([layer.numpy() for layer in alone]) if stored else None
+        numbers = None if features is None else features[row].numpy()
+        records.append(Record(details=details, weights=kept, features=numbers))
+    return records
+
+
+def _top(logits: Tensor) -> list[tuple[int, float]]:
+    """Return the most probable classes and their probabilities, best first."""
+    best = logits.softmax(dim=0).topk(min(TOP_CLASSES, len(logits)))
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def add_record(writer: SummaryWriter, tag: str, record: Record, step: int) -> None:
+    """Write the record of an image at a step."""
+    writer._get_file_writer().add_summary(summaries(tag, record), step)
+
+
+def add_frames(writer: SummaryWriter, frames: np.ndarray, step: int, tag: str = FRAMES_TAG) -> None:
+    """Write the frames of features, (L, K, D), under the tag that records name."""
+    writer._get_file_writer().add_summary(frames_summary(frames, tag), step)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.evaluation import average, fraction, intervals, report
+from vit.evaluation import intervals, report
+from vit.intervals import average, fraction
 from vit.reporting.tables import text_table, with_interval
 
 MEASURES = ("temperature", "loss", "loss_95", "ece", "ece_95", "reliability")

@@ -18,14 +18,11 @@ from vit.classifier import PART, Classifier
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.severities import CORRUPTIONS
-from vit.evaluation import average, fraction, interval_of_mean
 from vit.explain.charts import corruption_chart
-from vit.explain.faithfulness import Z
 from vit.explain.figures import corruption_picture
 from vit.files import require_file, write_atomically
-from vit.model_file import SavedModel
+from vit.intervals import Z, average, fraction, interval_of_mean
 from vit.parallel import map_on_cores
-from vit.reporting.config import CompareConfig, ReportConfig
 from vit.reporting.tables import Part, markdown_table, text_table, with_interval
 from vit.run.folder import CORRUPTIONS_FILE
 
@@ -33,13 +30,13 @@ SEVERITIES = range(1, 6)
 
 
 def report_corruptions(
-    saved: SavedModel, test: ImageSet, folder: Path, clean: float, options: ReportConfig
+    classifier: Classifier, test: ImageSet, folder: Path, clean: float, seed: int, batch_size: int
 ) -> Part:
     """Measure the accuracy on corrupted test images, and draw it beside that on clean ones."""
     from vit.data.corruptions import corrupt
 
-    path, seed = folder / CORRUPTIONS_FILE, options.seed
-    found = summarize(classify_corrupted(saved.classifier, test, path, seed, options.batch_size))
+    path = folder / CORRUPTIONS_FILE
+    found = summarize(classify_corrupted(classifier, test, path, seed, batch_size))
     image = choose_images(test, 1, seed).pixels()
     corrupted = {
         kind: [corrupt(image, kind, severity, seed)[0] for severity in SEVERITIES]
@@ -153,7 +150,7 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
 
 
 def compare_corrupted(
-    models: dict[str, tuple[Classifier, ImageSet]], folder: Path, options: CompareConfig
+    models: dict[str, tuple[Classifier, ImageSet]], folder: Path, seed: int, batch_size: int
 ) -> tuple[dict[str, Any], str]:
     """Compare the first of the models by name with the others on the same corruptions.
 
@@ -166,7 +163,7 @@ def compare_corrupted(
     survived: dict[str, Tensor] = {}  # of the first model
     for number, (name, (classifier, images)) in enumerate(models.items(), start=1):
         path = folder / f"corruptions_{number}.npz"
-        correct = classify_corrupted(classifier, images, path, options.seed, options.batch_size)
+        correct = classify_corrupted(classifier, images, path, seed, batch_size)
         for kind, fractions in _survived(correct).items():
             difference = average("difference", fractions - survived.setdefault(kind, fractions))
             found[name][kind] = _mean(fractions, correct["clean"][0].double()) | difference

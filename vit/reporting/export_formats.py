@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from vit.classifier import Classifier
+from vit.console import shorten
 from vit.data.preprocess import Preprocess
 from vit.files import write_atomically, write_json
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import NORM_EPS, complete_arguments, heads
 from vit.model.variants import is_edited
-from vit.settings import shorten
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
 # Two of timm's Vision Transformers, by the epsilon of their layer norms, which is no argument. All

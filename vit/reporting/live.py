@@ -30,12 +30,11 @@ from torch.func import functional_call
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.console import warn
+from vit.console import shorten, warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import trace
 from vit.reporting.loading import missing_packages, require_packages
-from vit.settings import shorten
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
 

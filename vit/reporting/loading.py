@@ -12,24 +12,30 @@ from typing import Any
 
 import torch
 
-from vit.console import note, printable
+from vit.classifier import Classifier
+from vit.console import note, printable, warn
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import check_stored, recognize, some
 from vit.files import inside, require_file
-from vit.model_file import SavedModel, load_model
-from vit.reporting.config import EvalConfig
+from vit.model_file import SavedModel
+from vit.pretrained.load import load
 from vit.run.checkpoint import CHECKPOINT_FOLDER
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE
 from vit.settings import parse
 
 
-def load_run(run: str, options: EvalConfig, flip: bool = False) -> SavedModel:
-    """Load a model as `load_model` does, perhaps with mirror images."""
-    saved = load_model(run, options.device, options.precision)
-    classifier = dataclasses.replace(saved.classifier, flip=flip)
-    return dataclasses.replace(saved, classifier=classifier)
+def load_run(name: str, device: str, precision: str, flip: bool = False) -> SavedModel:
+    """Load a model as `vit.load` does, perhaps with mirror images."""
+    return dataclasses.replace(load(name, device, precision), flip=flip)
+
+
+def require_loaded(classifier: Classifier) -> SavedModel:
+    """Return a classifier that `vit.load` has loaded; ValueError for another one."""
+    if not isinstance(classifier, SavedModel):
+        raise ValueError("only for a model that vit.load has loaded")
+    return classifier
 
 
 def results_folder(
@@ -43,7 +49,7 @@ def results_folder(
     Raises:
         ValueError: It is a file, read-only, or a link inside the run or `out`, see `inside`.
     """
-    what = ["flip"] if saved.classifier.flip else []
+    what = ["flip"] if saved.flip else []
     if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
         what.append(f"step_{saved.step}")
     if root is not None and not data_of(saved, root)[1]:
@@ -64,17 +70,21 @@ def results_folder(
     return folder
 
 
-def require_own(file: Path, keys: set[str], others: Iterable[Path], kind: str) -> None:
-    """Check that results, a JSON object with some keys and other files, replace only earlier ones.
+def require_replaceable(is_own: bool, paths: Iterable[Path], why: str) -> None:
+    """Check that results take the place of earlier ones of their kind only, if of any.
 
     Raises:
-        ValueError: One of the files is there, but not the JSON object.
+        ValueError: One of the paths is there, but they are not the command's own; `why` says so.
     """
+    for path in () if is_own else filter(Path.exists, paths):
+        raise ValueError(f"out: {path} exists and {why}; move it away, or use another --out")
+
+
+def has_keys(file: Path, keys: set[str]) -> bool:
+    """Tell whether a file is a JSON object with some keys, by which results are recognized."""
     with contextlib.suppress(OSError, ValueError):
-        if keys <= parse(dict[str, Any], require_file(file).read_bytes(), file).keys():
-            return
-    if file.exists() or any(others):
-        raise ValueError(f"out: {file.parent} contains files other than {kind}; use another --out")
+        return keys <= parse(dict[str, Any], require_file(file).read_bytes(), file).keys()
+    return False
 
 
 def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
@@ -104,8 +114,8 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
     root, data = data.root, dataclasses.replace(data, download=download)
-    test = load_test_images(data, saved.classifier.preprocess)
-    classes = saved.classifier.classes
+    test = load_test_images(data, saved.preprocess)
+    classes = saved.classes
     if others := {*test.classes} - {*classes}:
         raise ValueError(
             f"data.root: the test images in {root} have classes that {saved.path} does not know: "
@@ -165,3 +175,8 @@ def require_packages(user: str, packages: Sequence[str], extra: str) -> None:
             f"{user} needs {', '.join(missing)}, not installed here; run "
             f'pip install "vit-from-scratch[{extra}]", or pip install ".[{extra}]" in a checkout'
         )
+
+
+def warn_skipped(problem: str) -> None:
+    """Warn of a file that is left out, with what is wrong with it."""
+    warn(f"skipped: {problem.removeprefix('data.root: ').removeprefix('photo: ')}")

@@ -1,7 +1,6 @@
 """Faithfulness of kinds of map on test images, as a table."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
@@ -15,11 +14,12 @@ from vit.explain.faithfulness import (
     faithfulness,
     hiding_curves,
     mean_colour,
-    mean_interval,
     pointing_game,
     to_patches,
 )
-from vit.explain.kinds import ALL_KINDS
+from vit.explain.kinds import ALL_KINDS, RolloutOptions
+from vit.explain.maps import DEFAULTS
+from vit.intervals import mean_interval
 from vit.model.attention_model import require_attention
 from vit.reporting.tables import text_table
 
@@ -41,14 +41,14 @@ def measure_maps(
     kinds: Sequence[str],
     batch_size: int,
     seed: int,
-    **rollout: Any,
+    rollout: RolloutOptions = DEFAULTS,
 ) -> Table:
     """Measure the faithfulness of kinds of map for the predicted class, see `score_maps`.
 
-    The kinds are keys of `vit.explain.kinds.ALL_KINDS`; options are those of `attention_rollout`.
+    The kinds are keys of `vit.explain.kinds.ALL_KINDS`.
     """
     logits, maps = classifier.maps(
-        images.pixels(), kinds, precision=classifier.precision, batch_size=batch_size, **rollout
+        images.pixels(), kinds, None, classifier.precision, batch_size, rollout
     )
     return score_maps(classifier, images, maps, logits.argmax(dim=1), batch_size, seed)
 

@@ -16,6 +16,7 @@ from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
+from vit.reporting.loading import require_replaceable
 from vit.reporting.tables import markdown, metrics_table, read_report
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 
@@ -50,7 +51,7 @@ classifier.explain("photo.jpg")
 
 ## Limits
 
-The model assigns one of its {count} classes to every image, also if it shows something else. The
+The model assigns one of its {count} classes to every image, even to images of none of them. The
 results hold for images like the test images; on others, accuracy can be considerably lower.
 
 ## Licence
@@ -64,9 +65,8 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
 
     ValueError if it exists: its model card may have been edited.
     """
-    if folder.exists():
-        raise ValueError(f"out: {folder} exists; delete it, or use another --out")
-    classifier = saved.classifier
+    require_replaceable(False, [folder], "may have been edited")
+    classifier = saved
     config = without_places(saved.config)
     content = {
         "library_name": LIBRARY,
@@ -94,7 +94,7 @@ def without_places(config: Config) -> Config:
 
 def model_card(saved: SavedModel) -> str:
     """Describe a model in Markdown, with the results of its report on the test images."""
-    classifier = saved.classifier
+    classifier = saved
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     measured = saved.finished and file.exists()
     report = read_report(file) if measured else {}

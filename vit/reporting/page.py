@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -24,8 +25,7 @@ from werkzeug.test import Client
 from vit.console import printable, say
 from vit.files import require_file, write_atomically
 from vit.model_file import SavedModel
-from vit.reporting.attention import log_test_images
-from vit.reporting.config import ExportConfig
+from vit.reporting.loading import require_replaceable
 from vit.run.folder import ATTENTION_FOLDER, EVAL_FOLDER
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 
@@ -35,25 +35,29 @@ LARGEST_LIVE = 25_000_000  # weights of a model, 100 MB
 TOO_LARGE = "The model is larger than 100 MB, so it runs in TensorBoard, but not in this file."
 
 
-def export_page(saved: SavedModel, target: Path, options: ExportConfig) -> None:
+def export_page(saved: SavedModel, target: Path, steps: str, log: Callable[[Path], None]) -> None:
     """Write what training and `eval.py RUN maps` have logged as an HTML file.
 
-    If they have logged nothing, it shows the test images that `maps` chooses.
+    Args:
+        saved: The model.
+        target: The file.
+        steps: "all" or "last", which of the logged steps it shows.
+        log: Logs images in a folder, for a model of which nothing is logged.
 
     Raises:
         ValueError: Another file is in the way, or no logs, and no test images or attention maps.
     """
-    if target.exists() and MARK not in require_file(target).read_bytes():
-        raise ValueError(f"out: {target} exists and is not an export; use another --out")
+    is_own = target.exists() and MARK in require_file(target).read_bytes()
+    require_replaceable(is_own, [target], "is not an export")
     below = f"{EVAL_FOLDER}/{ATTENTION_FOLDER}"
     logs = {saved.name: saved.run, f"{saved.name}/{below}": saved.run / below}
     for events in (file for folder in logs.values() for file in folder.glob("*tfevents*")):
         require_file(events)
-    elements = _elements(logs, options.steps)
+    elements = _elements(logs, steps)
     if not elements:
         with tempfile.TemporaryDirectory() as folder:
-            log_test_images(saved, options.data.root, Path(folder))
-            elements = _elements({saved.name: Path(folder)}, options.steps)
+            log(Path(folder))
+            elements = _elements({saved.name: Path(folder)}, steps)
     script = Path(__file__).with_suffix(".js").read_text("utf-8")
     page = Template(Path(__file__).with_suffix(".html").read_text("utf-8")).substitute(
         title=escape(saved.name),

@@ -11,36 +11,21 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import printable, say, warn
+from vit.console import warn
 from vit.data.images import ImageSet
 from vit.evaluation import evaluate, intervals
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import require_file, write_json, write_picture, write_table
-from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import (
-    calibration_table,
     make_sets,
     measure_calibration,
     measure_sets,
     set_columns,
-    sets_table,
 )
-from vit.reporting.config import ReportConfig
-from vit.reporting.corruptions import report_corruptions
-from vit.reporting.loading import (
-    data_of,
-    load_run,
-    load_split,
-    load_test,
-    require_own,
-    require_packages,
-    results_folder,
-)
-from vit.reporting.predictions import TOP, columns_of
-from vit.reporting.tables import Part, StoredParts, metrics_table
-from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
+from vit.reporting.loading import has_keys, require_replaceable
+from vit.reporting.tables import TOP, StoredParts, columns_of
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import event_writer, picture_tag
 from vit.seeding import generator
@@ -49,46 +34,6 @@ from vit.settings import parse
 MISTAKES = 16  # images in the gallery
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
 RANKED_AT_ONCE = 1000  # images; limits peak memory
-
-
-def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
-    """Evaluate a model on the test images; print, write and return the report.
-
-    Raises:
-        ValueError: The model or the data cannot be read, or the folder contains other files.
-    """
-    saved = load_run(run, options, options.flip)
-    # What cannot work is refused before minutes of classifying.
-    name, root = options.unfamiliar, options.data.root
-    folder = results_folder(saved, options.out, root=root)
-    _require_own_report(folder)
-    test, (data, own) = load_test(saved, root), data_of(saved, root)
-    unfamiliar = (load_unfamiliar(name, saved, root), load_split(saved, root)[0]) if name else None
-    if options.corruptions:
-        require_packages("corruptions", ("scipy",), "evaluation")
-    if options.coverage is not None:
-        none = torch.zeros(0, len(test.classes))
-        make_sets(saved.classifier, none, none[:, 0], options.coverage)
-    say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
-    source = {"data": data.name, "root": data.root, "own": own}
-    result = write_report(
-        saved.classifier, test, folder, saved.step, options.batch_size, options.coverage, source
-    )
-    say(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
-    if sets := result.get("sets"):
-        say(f"\n{sets_table({kind: sets[kind] for kind in ('lac', 'raps')}, sets['coverage'])}")
-    if unfamiliar is not None:
-        say("\nscoring training, test and unfamiliar images")
-        part = report_unfamiliar(saved.classifier, test, *unfamiliar, options)
-        _add(part, result, folder, saved.step)
-    if options.corruptions:
-        say("\nclassifying corrupted images; after Ctrl-C, the same command goes on")
-        part = report_corruptions(saved, test, folder, result["accuracy"], options)
-        _add(part, result, folder, saved.step)
-    if not saved.classifier.has_maps:
-        say(f"\n{no_maps_text(saved.classifier.model)}")
-    say(f"\nwrote {REPORT_FILE}, {PREDICTIONS_FILE} and pictures to {printable(folder)}/")
-    return result
 
 
 def write_report(
@@ -138,7 +83,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     for old in () if kept.keys() - {"sets"} else report_files(folder):
         old.unlink()
-    _write(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
+    write_part(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
 
@@ -165,14 +110,7 @@ def _kept_parts(folder: Path, digest: str) -> dict[str, Any]:
     return {}
 
 
-def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
-    """Add a part to a report and its folder, and print its table."""
-    result[part.name] = {"date": result["date"], "precision": result["precision"], **part.numbers}
-    _write(result, part.scalars, part.pictures, folder, step)
-    say(f"\n{part.table}")
-
-
-def _write(
+def write_part(
     result: dict[str, Any],
     scalars: dict[str, float],
     pictures: dict[str, np.ndarray],
@@ -253,7 +191,8 @@ def report_files(folder: Path) -> list[Path]:
     return [path for pattern in REPORT_FILES for path in folder.glob(pattern)]
 
 
-def _require_own_report(folder: Path) -> None:
+def require_own_report(folder: Path) -> None:
     """Check that a report would replace only files of an earlier one; ValueError if not."""
-    keys = {"accuracy", "confusion_matrix", "ece"}
-    require_own(folder / REPORT_FILE, keys, report_files(folder), "a report")
+    file = folder / REPORT_FILE
+    is_own = has_keys(file, {"accuracy", "confusion_matrix", "ece"})
+    require_replaceable(is_own, [file, *report_files(folder)], "is not of a report")

@@ -9,12 +9,12 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import numpy as np
 from pydantic import Field, create_model
 
-from vit.console import printable
+from vit.console import printable, shorten
 from vit.files import require_file
-from vit.settings import Between0And1, parse, shorten
+from vit.settings import Between0And1, parse
 
 LONGEST_NAME = 40  # characters of a class name in a table
-
+TOP = 5  # classes per row of predictions
 
 Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -80,6 +80,14 @@ def text_table(rows: Sequence[Sequence[str]], separator: str = "   ") -> list[st
         numbers = [space + cell for cell, space in zip(row[1:], spaces[1:], strict=True)]
         lines.append(separator.join([row[0] + spaces[0], *numbers]))
     return lines
+
+
+def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
+    """Return the columns `best` and probability, then class_1, probability_1, class_2 and so on."""
+    row = dict(zip((best, "probability"), next(iter(ranking.items())), strict=True))
+    for rank, (name, probability) in enumerate(ranking.items(), start=1):
+        row |= {f"class_{rank}": name, f"probability_{rank}": probability}
+    return row
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -21,10 +21,9 @@ from vit.data.photos import find_photos
 from vit.data.sampling import balanced_subset
 from vit.data.specs import DATASETS
 from vit.data.stream import ImageFiles
-from vit.evaluation import bootstrap
 from vit.explain.charts import scores_picture
+from vit.intervals import bootstrap
 from vit.model_file import SavedModel
-from vit.reporting.config import ReportConfig
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
 from vit.settings import require, suggest
@@ -42,7 +41,7 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
         ValueError: There are fewer than 10, it is the data set of the test images, or it is missing
             and could not be downloaded.
     """
-    preprocess, data = saved.classifier.preprocess, saved.config.data
+    preprocess, data = saved.preprocess, saved.config.data
     known = ["noise", *(key for key, spec in DATASETS.items() if not spec.own_files)]
     require(name != data.name, "unfamiliar", name, "images of other classes")
     if name in known[1:]:
@@ -69,29 +68,33 @@ def report_unfamiliar(
     test: ImageSet,
     others: ImageSet,
     training: ImageSet,
-    options: ReportConfig,
+    name: str,
+    seed: int,
+    batch_size: int,
 ) -> Part:
     """Measure how well scores tell test images from others, see `detection`."""
-    count, size = min(TRAINING, len(training)), options.batch_size
-    chosen = balanced_subset(training.labels, count, options.seed, "unfamiliar")
+    count = min(TRAINING, len(training))
+    chosen = balanced_subset(training.labels, count, seed, "unfamiliar")
     sets = (training.select(chosen).resized(classifier.preprocess), test, others)
     bar = tqdm(sets, "features", unit="set", leave=False, disable=None)  # on terminals only
-    reference, *features = (F.normalize(classifier.features(i, size), dim=1).cpu() for i in bar)
+    reference, *features = (
+        F.normalize(classifier.features(i, batch_size), dim=1).cpu() for i in bar
+    )
     familiar, unfamiliar = (
-        _scores(classifier.logits(images, size).cpu(), each, reference)
+        _scores(classifier.logits(images, batch_size).cpu(), each, reference)
         for images, each in zip(sets[1:], features, strict=True)
     )
     scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
     found = {name: detection(*pair) for name, pair in scores.items()}
     rows = [["score", *METRICS.values()]]
     rows += [[name, *(with_interval(found[name], key, ".3f") for key in METRICS)] for name in found]
-    title = f"{len(test):,} test images against {len(others):,} of {options.unfamiliar}"
+    title = f"{len(test):,} test images against {len(others):,} of {name}"
     share = len(test) / (len(test) + len(others))
     about = (
         f"perfect: AUROC 1, AUPR 1, FPR 0; random: 0.500, {share:.3f}, 0.950; FPR is the "
         "fraction of unfamiliar images that are accepted with 95% of the test images"
     )
-    numbers = {"images": str(options.unfamiliar), "n": len(others), "seed": options.seed, **found}
+    numbers = {"images": name, "n": len(others), "seed": seed, **found}
     pictures = {"unfamiliar": scores_picture(scores)}
     return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows), about]), pictures, {})
 

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vit.console import shorten
 from vit.files import require_file, sync_folder, write_atomically
-from vit.settings import parse, shorten
+from vit.settings import parse
 
 STATE_FILE = "state.json"
 SUMS_FILE = "SHA256SUMS"

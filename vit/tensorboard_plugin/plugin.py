@@ -22,8 +22,8 @@ from tensorboard.data.provider import RunTagFilter, TensorDatum, TensorTimeSerie
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from vit.explain.colours import SIGNED, UNIFORM, table_of
-from vit.settings import shorten
+from vit.colours import SIGNED, UNIFORM, table_of
+from vit.console import shorten
 from vit.tensorboard_plugin.encoding import (
     FEATURES_TAG,
     LIVE_TAG,

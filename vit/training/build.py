@@ -23,7 +23,7 @@ from vit.settings import changed_keys
 from vit.training.compile import compile_step
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Run
-from vit.training.state import start_state
+from vit.training.state import TrainState, start_state
 from vit.training.step import TrainingStep
 from vit.training.teacher import load_teacher
 
@@ -58,48 +58,62 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         ValueError: The checkpoint is beyond the last step, does not fit, or torch lacks what it
             needs to compile.
     """
-    config, world = run.config, run.world
-    state = start_state(run, training, source)
+    state, begin = start_state(run, training, source), time.perf_counter() - run.seconds
+    step = assemble_step(run, training, state)
+    step, total_steps = choose_length(run, step, training, begin)
+    state.total_steps = total_steps
+    state.seconds += run.world.agree(time.perf_counter() - begin)
+    if state.step > total_steps:
+        raise ValueError(
+            f"train.epochs: {run.config.train.epochs} are {total_steps:,} steps, but the run in "
+            f"{run.config.out} has already made {state.step:,}; use more epochs"
+        )
+    shorten_averages(state.model, total_steps)
+    schedule = dataclasses.replace(step.schedule, total_steps=total_steps)
+    return dataclasses.replace(step, schedule=schedule)
+
+
+def assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingStep:
+    """Decide what a step computes: schedule, teacher, class weights, features of a frozen model."""
+    config = run.config
+    schedule = build_schedule(run, len(training), size_unit(state.model))
+    teacher = load_teacher(run, training, schedule)
     model: Any = state.model  # ours or timm's
-    schedule = build_schedule(run, len(training), size_unit(model))
-    begin = time.perf_counter() - run.seconds
     forward, features = state.model, None
     resizes = schedule.small_fraction > 0 and schedule.small_size != schedule.full_size
-    is_linear = isinstance(model.get_classifier(), nn.Linear)
-    teacher = load_teacher(run, training, schedule)
-    changes = config.augment.changes_images or resizes
-    if state.frozen and is_linear and teacher is None and not changes:
+    varies = config.augment.changes_images or resizes or teacher is not None
+    if state.frozen and not varies and isinstance(model.get_classifier(), nn.Linear):
         how = run.preprocess, training.classes, run.device, run.precision
         features = Classifier(model.eval(), *how).features(training)
         forward = model.get_classifier()
     balanced = config.data.balance == "loss"
     weights = class_weights(training.class_counts()).to(run.device) if balanced else None
-    step = TrainingStep(
+    return TrainingStep(
         state, forward, run.preprocess, training.classes, schedule, config.augment,
         label_smoothing=config.optim.label_smoothing, clip_grad=config.optim.clip_grad,
         accumulate=config.train.accumulate, precision=run.precision, seed=config.train.seed,
-        world=world, teacher=teacher, class_weights=weights, features=features,
+        world=run.world, teacher=teacher, class_weights=weights, features=features,
     )  # fmt: skip
-    minutes, track = config.train.budget_minutes, config.track
-    end = begin + TRAINING_FRACTION * 60 * (minutes or 0)
+
+
+def choose_length(
+    run: Run, step: TrainingStep, training: ImageSet, begin: float
+) -> tuple[TrainingStep, int]:
+    """Compile a step if the run is long enough to benefit; return it, and the number of steps.
+
+    They are what fits into a time budget that started at `begin`, unless a resumed run knows them.
+    """
+    track, minutes = run.config.track, run.config.train.budget_minutes
+    if minutes is None:
+        return compile_step(run, step, step.schedule.total_steps), step.schedule.total_steps
+    if kept := step.state.total_steps:
+        return compile_step(run, step, kept), kept
+    end = begin + TRAINING_FRACTION * 60 * minutes
     end -= EXPORT_SECONDS if track.probes and track.live_mb else 0
-    logged = track.milestones * track.probes
-    fit = partial(fit_budget, training=training, end=end, logged=logged)
-    kept = state.total_steps  # by a resumed run with a budget
-    total_steps = schedule.total_steps if minutes is None else kept or fit(step)
-    step = compile_step(run, step, total_steps)
-    if minutes is not None and not kept and step.compiled:
-        total_steps = fit(step)
-    state.total_steps = total_steps
-    state.seconds += world.agree(time.perf_counter() - begin)
-    if state.step > total_steps:
-        raise ValueError(
-            f"train.epochs: {config.train.epochs} are {total_steps:,} steps, but the run in "
-            f"{config.out} has already made {state.step:,}; use more epochs"
-        )
-    shorten_averages(model, total_steps)
-    schedule = dataclasses.replace(schedule, total_steps=total_steps)
-    return dataclasses.replace(step, schedule=schedule)
+    fit = partial(fit_budget, training=training, end=end, logged=track.milestones * track.probes)
+    fitting = fit(step)
+    step = compile_step(run, step, fitting)
+    return step, fit(step) if step.compiled else fitting
 
 
 def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:

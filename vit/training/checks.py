@@ -14,7 +14,7 @@ from torch import nn
 
 from vit.classifier import build_model
 from vit.config import OPTIMIZERS, Config
-from vit.console import warn
+from vit.console import by, shorten, warn
 from vit.data.images import ImageSet
 from vit.data.layout import find_parts
 from vit.data.preprocess import Preprocess
@@ -22,7 +22,7 @@ from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
 from vit.model.variants import check_attention, is_edited
-from vit.settings import by, check, require, shorten
+from vit.settings import check, require
 from vit.training.schedule import scaled_size
 
 CLASSES = 10  # any number does

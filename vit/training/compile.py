@@ -33,7 +33,7 @@ CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does no
 
 
 def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
-    """Compile the model of a step if a run of so many steps gains, the same in all processes.
+    """Compile the model of a step if the run is long enough to benefit; all processes do the same.
 
     torch compiles it when it first gets images of a size. Several accelerators average gradients in
     the backward pass of the returned step.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.console import argument, counted, printable, program
+from vit.console import argument, by, counted, printable, program
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.sampling import describe_counts
@@ -14,7 +14,6 @@ from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
-from vit.settings import by
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 

@@ -83,7 +83,7 @@ def start_run(
     """Connect the processes, lock the run folder and decide whether to start or to resume.
 
     Nothing is deleted yet. Signals, divergence and a lack of memory end the run with a message.
-    Arguments are those of `vit.training.train.train`, and the pretrained weights of a new run.
+    Arguments are those of `vit.commands.train.train`, and the pretrained weights of a new run.
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
@@ -148,10 +148,10 @@ def on_all_cores(config: Config, overwrite: bool) -> Config:
 def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
     """Return how many processes train a run.
 
-    They are as many as the config says, or the config `stored` by an unfinished run, or else the
-    largest number up to `cores` that divides the batch into equal parts of at least
-    `FEWEST_IMAGES`, an even number if they are mixed in pairs. An accelerator, and a head that is
-    trained alone, have a single process.
+    The configured number; else that of the config `stored` by an unfinished run; else the largest
+    one up to `cores` that divides the batch into equal parts of at least `FEWEST_IMAGES`, of even
+    size if images are mixed in pairs. An accelerator, and a head that is trained alone, have a
+    single process.
     """
     settings = config.train
     on_cpu = choose_device(settings.device).type == "cpu"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
-from vit.console import say
+from vit.console import say, shorten
 from vit.data.images import ImageSet
 from vit.distributed.shard import gathered, shard, shards, to_local
 from vit.model.embed import image_conv, whiten
@@ -18,7 +18,6 @@ from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
-from vit.settings import shorten
 from vit.training.checks import warn_of_seen_images
 from vit.training.optim import build_optimizers, set_lr
 from vit.training.start import Run
@@ -96,7 +95,7 @@ class TrainState:
             for parameter, values in optimizer.state.items():
                 for key, value in values.items():
                     tensors[f"optimizers.{number}.{key}.{named[parameter]}"] = value
-        # Safetensors are read in slices, which a number has none of.
+        # Scalars cannot be sliced, so store them as vectors of length 1.
         return {name: value if value.ndim else value.view(1) for name, value in tensors.items()}
 
     def counts(self) -> dict[str, Any]:

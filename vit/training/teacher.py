@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.console import by, shorten
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.model_file import load_model
-from vit.settings import by, shorten
+from vit.pretrained.load import load
 from vit.training.checks import problem_with, warn_of_seen_images
 from vit.training.schedule import Schedule
 from vit.training.start import Run
@@ -44,17 +44,17 @@ def load_teacher(run: Run, training: ImageSet, schedule: Schedule) -> Teacher | 
     if name is None:
         return None
     try:
-        saved = load_model(name, "cpu")
+        saved = load(name, "cpu")
         if saved.run.resolve() == run.folder.resolve():
             raise ValueError(f"{name} is the run itself; train in another folder with --out")
-        _check(saved.classifier, name, training.classes, run.preprocess, schedule.image_size(0))
+        _check(saved, name, training.classes, run.preprocess, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
     warn_of_seen_images(
         "optim.teacher", name, saved.config, saved.fingerprint, run.config, training
     )
-    model = saved.classifier.model.to(run.device)
-    teacher = replace(saved.classifier, model=model, device=run.device, precision=run.precision)
+    model = saved.model.to(run.device)
+    teacher = replace(saved, model=model, device=run.device, precision=run.precision)
     return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))
 
 

@@ -319,7 +319,7 @@ export class App {
     return this.edit({ mute: toggleHeads(this.state.mute, heads) });
   }
 
-  /** Mute the chosen "head", its "layer", or the "others" of its layer; or sound them again. */
+  /** Mute the chosen "head", its "layer", or the "others" of its layer; or unmute them. */
   mute(what) {
     const [{ record }] = this.panes;
     if (!record) return;

@@ -6,61 +6,40 @@ Shapes: B images, L layers, H heads, N tokens (prefix, then patches), C classes.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 
+from vit.classifier import Classifier
+from vit.explain.features import coordinates, fit_frames
 from vit.explain.kinds import ALL_KINDS
-from vit.tensorboard_plugin.encoding import frames_summary, summaries
-from vit.tensorboard_plugin.records import (
-    FRAMES_TAG,
-    MAX_WEIGHTS,
-    TOP_CLASSES,
-    Details,
-    Map,
-    Record,
-    Statistics,
-    image_url,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.utils.tensorboard import SummaryWriter
-
-    from vit.classifier import Classifier
+from vit.explain.rollout import attention_rollout
+from vit.reporting.attention_records import add_frames, add_record, image_records
+from vit.reporting.live import add_live
+from vit.tensorboard_plugin.records import Map
 
 SUM_TOLERANCE = 0.01  # of a row of weights; what bfloat16 needs
 
 
-def add_record(writer: "SummaryWriter", tag: str, record: Record, step: int) -> None:
-    """Write the record of an image at a step."""
-    writer._get_file_writer().add_summary(summaries(tag, record), step)
-
-
-def add_frames(
-    writer: "SummaryWriter", frames: np.ndarray, step: int, tag: str = FRAMES_TAG
-) -> None:
-    """Write the frames of features, (L, K, D), under the tag that records name."""
-    writer._get_file_writer().add_summary(frames_summary(frames, tag), step)
-
-
 def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but three by keyword
-    writer: "SummaryWriter",
+    writer: SummaryWriter,
     tag: str,
-    images: "Tensor",
-    weights: "Tensor | Sequence[Tensor]",
+    images: Tensor,
+    weights: Tensor | Sequence[Tensor],
     step: int,
     *,
     grid: tuple[int, int],
     num_prefix_tokens: int,
     readout: Literal["class_token", "mean"] | None = None,
     classes: Sequence[str] = (),
-    labels: "Tensor | Sequence[int] | None" = None,
-    logits: "Tensor | None" = None,
-    maps: "Mapping[str, Tensor] | None" = None,
-    tokens: "Tensor | Sequence[Tensor] | None" = None,
-    model: "Classifier | None" = None,
+    labels: Tensor | Sequence[int] | None = None,
+    logits: Tensor | None = None,
+    maps: Mapping[str, Tensor] | None = None,
+    tokens: Tensor | Sequence[Tensor] | None = None,
+    model: Classifier | None = None,
 ) -> None:
     """Log the attention of any model for the Attention tab.
 
@@ -93,8 +72,6 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     Raises:
         ValueError: An argument has a wrong shape or value; nothing has been written.
     """
-    import torch
-
     pixels = _pixels(images)
     layers = _layers(weights, len(pixels), grid, num_prefix_tokens)
     _check_target(writer, tag, step, model)
@@ -114,65 +91,10 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         add_record(writer, name, replace(record, frames=f"{tag}/frames"), step)
     if model is not None:
         shown_images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-        resolve_name("vit.reporting.live:add_live")(writer, model, shown_images, step)
-
-
-def image_records(
-    pixels: np.ndarray,
-    weights: "Sequence[Tensor]",
-    grid: tuple[int, int],
-    prefix: Sequence[str],
-    logits: "Tensor | None",
-    features: "Tensor | None",
-    each: Sequence[Mapping[str, Any]],
-    **shared: Any,
-) -> list[Record]:
-    """Make the records of images, with the statistics of every head.
-
-    Args:
-        pixels: (B, height, width, 3) uint8. Distances need square patches.
-        weights: L attention weights (B, H, N, N) on the CPU, rows summing to 1.
-        grid: Rows and columns of patches.
-        prefix: Names of the tokens before the patches.
-        logits: (B, C), for the predictions.
-        features: (B, L, P, K), see `vit.explain.features`.
-        each: Further fields of the `Details` of each image.
-        **shared: Those that all images share.
-    """
-    from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
-
-    size, heads = pixels.shape[1:3], weights[0].shape[1]
-    height, width = size[0] / grid[0], size[1] / grid[1]
-    stored = sum(layer[0].numel() for layer in weights) <= MAX_WEIGHTS
-    records = []
-    for row, fields in enumerate(each):
-        alone = [layer[row : row + 1].float() for layer in weights]
-        distance = attention_distance(alone, grid, 1, len(prefix)) * height
-        statistics = Statistics(
-            entropy=attention_entropy(alone).tolist(),
-            distance=distance.tolist() if height == width else None,
-            sink=sink_mass(alone).tolist(),
-        )
-        details = Details(
-            image=image_url(pixels[row]), image_size=size, grid=grid, prefix=[*prefix],
-            layers=len(weights), heads=heads, statistics=statistics,
-            top=[] if logits is None else _top(logits[row]), **fields, **shared,
-        )  # fmt: skip
-        kept = np.concatenate([layer.numpy() for layer in alone]) if stored else None
-        numbers = None if features is None else features[row].numpy()
-        records.append(Record(details=details, weights=kept, features=numbers))
-    return records
-
-
-def _top(logits: "Tensor") -> list[tuple[int, float]]:
-    """Return the most probable classes and their probabilities, best first."""
-    best = logits.softmax(dim=0).topk(min(TOP_CLASSES, len(logits)))
-    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        add_live(writer, model, shown_images, step)
 
 
 def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
     if not isinstance(writer, SummaryWriter):
         kind = f"{type(writer).__module__}.{type(writer).__name__}"
         raise ValueError(f"writer: {kind} is not torch.utils.tensorboard.SummaryWriter")
@@ -186,10 +108,8 @@ def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
         raise ValueError(f"model: {type(model).__name__} is not a vit.Classifier")
 
 
-def _pixels(images: "Tensor") -> np.ndarray:
+def _pixels(images: Tensor) -> np.ndarray:
     """Return images as (B, height, width, 3) uint8."""
-    import torch
-
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
         raise ValueError(f"images: {tuple(images.shape)} is not (B, 3, height, width)")
     images = images.detach().cpu()
@@ -202,8 +122,8 @@ def _pixels(images: "Tensor") -> np.ndarray:
 
 
 def _layers(
-    weights: "Tensor | Sequence[Tensor]", batch: int, grid: tuple[int, int], num_prefix_tokens: int
-) -> "list[Tensor]":
+    weights: Tensor | Sequence[Tensor], batch: int, grid: tuple[int, int], num_prefix_tokens: int
+) -> list[Tensor]:
     """Return checked weights as L tensors (B, H, N, N) float32 on the CPU, rows summing to 1."""
     layers = [layer.detach().float().cpu() for layer in weights]
     shapes = {tuple(layer.shape) for layer in layers}
@@ -229,11 +149,9 @@ def _layers(
 
 
 def _features(
-    tokens: "Tensor | Sequence[Tensor] | None", layers: "list[Tensor]", num_prefix_tokens: int
-) -> "tuple[Tensor | None, Tensor | None]":
+    tokens: Tensor | Sequence[Tensor] | None, layers: list[Tensor], num_prefix_tokens: int
+) -> tuple[Tensor | None, Tensor | None]:
     """Return frames (L, K, D) and features (B, L, P, K); None without tokens."""
-    from vit.explain.features import coordinates, fit_frames
-
     if tokens is None:
         return None, None
     expected, shapes = layers[0].shape[::2], {tuple(layer.shape) for layer in tokens}
@@ -261,9 +179,9 @@ def _prefix_names(count: int, readout: str | None) -> list[str]:
 def _predictions(
     batch: int,
     classes: Sequence[str],
-    labels: "Tensor | Sequence[int] | None",
-    logits: "Tensor | None",
-) -> "tuple[list[str], list[int] | list[None], Tensor | None]":
+    labels: Tensor | Sequence[int] | None,
+    logits: Tensor | None,
+) -> tuple[list[str], list[int] | list[None], Tensor | None]:
     """Return the names of the classes, a label or None for each image, and the logits."""
     if logits is not None:
         logits = logits.detach().float().cpu()
@@ -282,16 +200,14 @@ def _predictions(
 
 
 def _maps(
-    maps: "Mapping[str, Tensor] | None",
+    maps: Mapping[str, Tensor] | None,
     batch: int,
     grid: tuple[int, int],
-    layers: "list[Tensor]",
+    layers: list[Tensor],
     num_prefix_tokens: int,
     readout: Literal["class_token", "mean"] | None,
 ) -> list[list[Map]]:
     """Return the maps of each image; where none are given, attention rollout."""
-    from vit.explain.rollout import attention_rollout
-
     if maps is None and readout is not None:
         rollout = attention_rollout(layers, readout=readout, num_prefix_tokens=num_prefix_tokens)
         maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}

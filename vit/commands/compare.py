@@ -1,4 +1,4 @@
-"""Comparison of models on the same test images: accuracy, speed, and where attention differs.
+"""`eval.py RUN compare`: accuracy, speed and attention of models on the same test images.
 
 Shapes: N test images.
 """
@@ -13,20 +13,28 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.commands.config import CompareConfig
 from vit.config import to_dict
-from vit.console import printable, say
+from vit.console import printable, say, shorten
 from vit.data.images import ImageSet
-from vit.evaluation import average, evaluate, intervals, mcnemar, student
+from vit.evaluation import evaluate, intervals
 from vit.files import write_atomically, write_json
 from vit.hardware import describe
+from vit.intervals import average, mcnemar, student
 from vit.model.attention_model import require_attention
 from vit.model.config import ModelConfig
 from vit.model_file import SavedModel
-from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import load_run, load_test, require_own, require_packages, results_folder
+from vit.reporting.loading import (
+    has_keys,
+    load_run,
+    load_test,
+    require_packages,
+    require_replaceable,
+    results_folder,
+)
 from vit.reporting.tables import markdown, markdown_table, with_interval
-from vit.settings import changed_keys, shorten
+from vit.settings import changed_keys
 
 MOST_MOVED = 8  # images listed
 LONGEST_NAME = 40  # characters of a model's name, and of all names in that of a folder
@@ -35,7 +43,7 @@ Maps: TypeAlias = Tensor | None
 MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy", "balanced_accuracy_95")
 
 
-def compare_runs(run: str, options: CompareConfig) -> None:
+def run(name: str, options: CompareConfig) -> None:
     """Compare models with the first on the test images; print a table, and write it with numbers.
 
     Raises:
@@ -44,8 +52,8 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     """
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
-    given = [run, *options.others, *options.against]
-    models = [load_run(name, options) for name in given]
+    given = [name, *options.others, *options.against]
+    models = [load_run(one, options.device, options.precision) for one in given]
     first = models[0]
     paths = [saved.path.resolve() for saved in models]
     if twice := [str(path) for path in paths if paths.count(path) > 1]:
@@ -61,20 +69,19 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     right, maps = [], []
     architectures = name_architectures([saved.config.model for saved in models])
     for name, architecture, saved, test in zip(names, architectures, models, tests, strict=True):
-        result, logits = evaluate(saved.classifier, test, options.batch_size)
+        result, logits = evaluate(saved, test, options.batch_size)
         result |= intervals(logits, test.labels.cpu())
         measured = {key: result[key] for key in (*MEASURES, "images_per_second")}
         rows.append({"name": name, **_describe(saved, architecture), **measured})
         right.append(logits.argmax(dim=1) == test.labels.cpu())
-        maps.append(_rollouts(saved.classifier, test, options.batch_size))
+        maps.append(_rollouts(saved, test, options.batch_size))
         if len(rows) > 1:
             rows[-1] |= differences(right[0], maps[0], right[-1], maps[-1], test)
-    classifier = first.classifier
     content = {
         "data": first.config.data.name,
         "images": len(tests[0]),
         "options": dataclasses.asdict(options),
-        "hardware": f"{describe(classifier.device)}, {str(classifier.precision)[len('torch.') :]}",
+        "hardware": f"{describe(first.device)}, {str(first.precision)[len('torch.') :]}",
         "models": rows,
     }
     text = as_text(content)
@@ -83,8 +90,10 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         text += f"\n\n{table}"
     say(f"\n{text}")
     if options.corruptions:
-        pairs = [(saved.classifier, test) for saved, test in zip(models, tests, strict=True)]
-        corrupted = compare_corrupted(dict(zip(names, pairs, strict=True)), folder, options)
+        pairs = [(saved, test) for saved, test in zip(models, tests, strict=True)]
+        corrupted = compare_corrupted(
+            dict(zip(names, pairs, strict=True)), folder, options.seed, options.batch_size
+        )
         content["corruptions"], table = corrupted
         say(f"\n{table}")
         text += f"\n\n{table}"
@@ -103,8 +112,8 @@ def _own_folder(
     digest = hashlib.sha256("\0".join(places).encode(errors="surrogateescape")).hexdigest()[:8]
     name = f"compare_{'_'.join(names[1:])[:LONGEST_NAME]}_{digest}"  # file systems allow 255 bytes
     folder = results_folder(first, options.out, name)
-    table, others = folder / "comparison.json", folder.glob("comparison.*")
-    require_own(table, {"models", "options"}, others, "a comparison")
+    is_own = has_keys(folder / "comparison.json", {"models", "options"})
+    require_replaceable(is_own, folder.glob("comparison.*"), "is not of a comparison")
     return folder
 
 
@@ -148,7 +157,7 @@ def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageS
             f"compare: {saved.path} was trained on {saved.config.data.name}, not on {data.name} "
             f"like {first.path}; only models of the same data set can be compared"
         )
-    if {*saved.classifier.classes} != {*first.classifier.classes}:
+    if {*saved.classes} != {*first.classes}:
         raise ValueError(f"compare: {saved.path} and {first.path} must have the same classes")
     config = dataclasses.replace(saved.config, data=data)
     return load_test(dataclasses.replace(saved, config=config), root)
@@ -170,7 +179,7 @@ def _describe(saved: SavedModel, architecture: str) -> dict[str, Any]:
     return {
         "path": str(saved.path),
         "architecture": architecture,
-        "parameters": sum(p.numel() for p in saved.classifier.model.parameters()),
+        "parameters": sum(p.numel() for p in saved.model.parameters()),
         "seed": saved.config.train.seed,
         "steps": saved.step,
         "finished": saved.finished,

@@ -1,22 +1,30 @@
-"""Export of a model for other programs, checked with the runtime that will load it."""
+"""`eval.py RUN export`: a model for other programs, checked with the runtime that will load it."""
 
 import importlib.metadata
 import inspect
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from vit.classifier import Classifier
+from vit.commands.config import ExportConfig
+from vit.commands.maps import log_test_images
 from vit.console import printable, say
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
 from vit.files import inside, require_file, write_atomically
 from vit.model.vit import VisionTransformer
-from vit.model_file import SavedModel, load_model
-from vit.reporting.config import ExportConfig
+from vit.model_file import SavedModel
+from vit.pretrained.load import load
 from vit.reporting.export_formats import FORMATS, Runner
-from vit.reporting.loading import require_packages, results_folder
+from vit.reporting.loading import (
+    require_loaded,
+    require_packages,
+    require_replaceable,
+    results_folder,
+)
 from vit.reporting.model_card import write_hub
 from vit.reporting.page import export_page
 from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
@@ -27,8 +35,23 @@ CHECKED_AT_ONCE = 32  # so that the last batch has another size
 TOLERANCE = 1e-4  # largest difference of a logit
 
 
-def export_run(run: str, options: ExportConfig) -> list[Path]:
-    """Write a model in other formats; return the folders or files.
+def export(classifier: Classifier, name: str, out: str | Path | None = None) -> Path:
+    """Write a model in a format of other programs; return the file or folder.
+
+    Args:
+        classifier: A model from `vit.load`.
+        name: A format of `eval.py RUN export`, such as "onnx".
+        out: Folder for the export; None is export/ next to the model.
+
+    Raises:
+        ValueError: As for `run`.
+    """
+    options = ExportConfig(formats=(name,), out=out and str(out))  # type: ignore[arg-type]
+    return write_exports(require_loaded(classifier), options)[0]
+
+
+def run(name: str, options: ExportConfig) -> None:
+    """Write a model in other formats.
 
     Each export for another runtime is loaded by it and gets 100 images of noise. It appears only if
     all logits agree. With it comes preprocess.py, which reads image files for the model. For html
@@ -38,20 +61,27 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
         ValueError: The model cannot be read, the format cannot represent it, its packages are not
             installed, other files are in the way, or the logits differ by more than 1e-4.
     """
+    write_exports(load(name, "cpu"), options)
+
+
+def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
+    """Write a model in the formats of `options`, see `run`; return the folders or files."""
     for name in FORMATS.keys() & options.formats:
         require_packages(f"export: {name}", FORMATS[name].packages, "export")
-    saved = load_model(run, "cpu", "float32")
     folder = results_folder(saved, options.out, top=EXPORT_FOLDER)
     targets = {name: inside(folder, EXPORTS[name]) for name in dict.fromkeys(options.formats)}
     say(saved.describe())
     if "html" in targets:
-        export_page(saved, targets["html"], options)
+        log = partial(log_test_images, saved, options.data.root)
+        export_page(saved, targets["html"], options.steps, log)
     if "hub" in targets:
         write_hub(saved, targets["hub"])
-    program = preprocess_program(saved.classifier.preprocess)
+    program = preprocess_program(saved.preprocess)
     formats = [name for name in targets if name in FORMATS]
     for name in formats:
-        _require_replaceable(targets[name], program)
+        reader = _reader_of(targets[name])
+        is_own = reader.exists() and require_file(reader).read_bytes() == program
+        require_replaceable(is_own, [reader, targets[name]], "is not from an export of this model")
     with tempfile.TemporaryDirectory() as drafts:  # nothing is written if one of them fails
         for name in formats:
             draft = Path(drafts) / EXPORTS[name]
@@ -72,23 +102,11 @@ def _reader_of(target: Path) -> Path:
     return (target.parent if target.suffix else target) / PREPROCESS_FILE
 
 
-def _require_replaceable(target: Path, program: bytes) -> None:
-    """Check that an export would replace only an earlier one, which has the same program."""
-    reader = _reader_of(target)
-    if reader.exists() and require_file(reader).read_bytes() == program:
-        return
-    for path in (reader, target):
-        if path.exists():
-            raise ValueError(
-                f"out: {path} is not from an export of this model; delete it, or use another --out"
-            )
-
-
 def _export(saved: SavedModel, name: str, draft: Path) -> str:
     """Write a model in a format, load it, and say how far its logits are from the model's."""
     kind = FORMATS[name]
-    kind.write(saved.classifier, saved.config.model, draft)
-    difference = largest_difference(saved.classifier, kind.load(draft))
+    kind.write(saved, saved.config.model, draft)
+    difference = largest_difference(saved, kind.load(draft))
     compared = (
         f"largest difference of a logit on {CHECKED} images of noise, "
         f"{kind.runtime} {importlib.metadata.version(kind.runtime)}: {difference:.2g}"

@@ -1,50 +1,53 @@
-"""Attention of test images: sheets, maps and an index."""
+"""`eval.py RUN maps`: attention of test images as sheets, maps and an index."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from vit.commands.config import MapsConfig
 from vit.console import argument, counted, printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
 from vit.explain.figures import attention_picture, captions_of, features_picture
-from vit.explain.kinds import ALL_KINDS
-from vit.explain.maps import MAP_KINDS, readout_of
+from vit.explain.kinds import ALL_KINDS, RolloutOptions
+from vit.explain.maps import MAP_KINDS, layout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
-from vit.reporting.attention_records import attention_records, read_frames
-from vit.reporting.config import MapsConfig
+from vit.reporting.attention_records import (
+    add_frames,
+    add_record,
+    attention_records,
+    read_frames,
+)
 from vit.reporting.live import add_live
-from vit.reporting.loading import load_run, load_test, require_own, results_folder
+from vit.reporting.loading import has_keys, load_run, load_test, require_replaceable, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, FEATURES_FILE, INDEX_FILE, TABLE_FILE
 from vit.run.tracker import event_writer, picture_tag
-from vit.tensorboard_plugin.summary import add_frames, add_record
 
 LIVE_MB = 100  # for the model, which the Attention tab can run
 
 
-def explain_run(run: str, options: MapsConfig) -> None:
+def run(name: str, options: MapsConfig) -> None:
     """Draw and save attention maps of test images, and measure their faithfulness.
 
     Raises:
         ValueError: The model or the data cannot be read, an image, class or layer does not exist,
             or the model has no attention maps.
     """
-    saved = load_run(run, options)
-    classifier = saved.classifier
-    depth = len(require_attention(classifier.model).blocks)
-    target = None if options.target is None else classifier.class_index(options.target)
-    rollout = {name: getattr(options, name) for name in ALL_KINDS["rollout"].options}
-    check_rollout_options(**rollout, depth=depth)
+    saved = load_run(name, options.device, options.precision)
+    depth = len(require_attention(saved.model).blocks)
+    target = None if options.target is None else saved.class_index(options.target)
+    rollout = RolloutOptions(options.head_fusion, options.discard_ratio, options.start_layer)
+    check_rollout_options(**asdict(rollout), depth=depth)
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options.data.root)
     indices = _choose_indices(test, options)
@@ -62,33 +65,20 @@ def explain_run(run: str, options: MapsConfig) -> None:
     if count:
         say(f"\nmeasuring faithfulness on {count:,} randomly chosen test images")
         chosen = choose_images(test, count, options.seed, "eval.faithfulness")
-        table = measure_maps(classifier, chosen, kinds, options.batch_size, options.seed, **rollout)
+        table = measure_maps(saved, chosen, kinds, options.batch_size, options.seed, rollout)
         content = {
-            "model": str(saved.path), "images": count, "rollout": rollout, "maps": table
+            "model": str(saved.path), "images": count, "rollout": asdict(rollout), "maps": table
         }  # fmt: skip
         write_json(folder / TABLE_FILE, content)
         say(f"\n{as_table(table, count)}\n\nwrote {printable(folder / TABLE_FILE)}")
 
 
 def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
-    """Log the test images that `explain_run` chooses by default; errors as there."""
+    """Log the test images that `maps` chooses by default; errors as there."""
     test = load_test(saved, root)
     indices = _choose_indices(test, MapsConfig())
     with event_writer(folder) as writer:
-        _write_records(writer, saved, test, indices, None, {})
-
-
-def _choose_indices(test: ImageSet, options: MapsConfig) -> Tensor:
-    """Return the indices of the images to draw: --indices, or a balanced random choice."""
-    for index in options.indices:
-        if not 0 <= index < len(test):
-            raise ValueError(
-                f"indices: {index} is not a test image; it must be 0 to {len(test) - 1}"
-            )
-    if options.indices:
-        return torch.tensor(list(dict.fromkeys(options.indices)))
-    count = min(options.probes, len(test))
-    return balanced_subset(test.labels, count, options.seed, "eval.attention")
+        _write_records(writer, saved, test, indices, None, RolloutOptions())
 
 
 def _empty_folder(folder: Path) -> None:
@@ -96,7 +86,8 @@ def _empty_folder(folder: Path) -> None:
 
     Its measurement of faithfulness stays until there is a new one.
     """
-    require_own(folder / INDEX_FILE, {"readout", "maps", "images"}, folder.glob("*"), "maps")
+    is_own = has_keys(folder / INDEX_FILE, {"readout", "maps", "images"})
+    require_replaceable(is_own, folder.glob("*"), "is not of maps")
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in set(ATTENTION_FILES) - {TABLE_FILE}:
         for path in folder.glob(pattern):
@@ -110,22 +101,22 @@ def _write_maps(
     kinds: Sequence[str],
     target: int | None,
     batch_size: int,
-    rollout: dict[str, Any],
+    rollout: RolloutOptions,
     folder: Path,
 ) -> None:
     """Write a sheet and an index entry for each image, and a file for each kind of map."""
-    classifier, chosen = saved.classifier, test.select(indices).in_memory()
-    pixels, classes, names = chosen.pixels(), classifier.classes, _names(indices)
+    chosen = test.select(indices).in_memory()
+    pixels, classes, names = chosen.pixels(), saved.classes, _names(indices)
     aims = None if target is None else torch.full_like(indices, target)
-    logits, maps = classifier.maps(pixels, kinds, aims, batch_size=batch_size, **rollout)
+    logits, maps = saved.maps(pixels, kinds, aims, batch_size=batch_size, rollout=rollout)
     explained = logits.argmax(dim=1).cpu() if aims is None else aims
-    logits = classifier.scaled(logits)
+    logits = saved.scaled(logits)
     probabilities, predicted = logits.softmax(dim=1).max(dim=1)
     content = {
         "data": saved.config.data.name,
         "split": "test",
-        "readout": readout_of(require_attention(classifier.model)),
-        "rollout": rollout,
+        "readout": layout_of(require_attention(saved.model), *pixels.shape[-2:]).readout,
+        "rollout": asdict(rollout),
         "maps": {
             kind: {
                 "file": f"{kind}.npy",
@@ -159,7 +150,7 @@ def _write_maps(
                 captions[row],
                 classes[explained[row]],
                 chosen.name(row),
-                **rollout,
+                rollout,
             )
             write_picture(folder / f"{name}.png", sheet)
             tag = picture_tag(f"attention/{name}")
@@ -169,8 +160,17 @@ def _write_maps(
             np.save(file, values.cpu().numpy())
 
 
-def _names(indices: Tensor) -> list[str]:
-    return [f"image_{index:05d}" for index in indices.tolist()]
+def _choose_indices(test: ImageSet, options: MapsConfig) -> Tensor:
+    """Return the indices of the images to draw: --indices, or a balanced random choice."""
+    for index in options.indices:
+        if not 0 <= index < len(test):
+            raise ValueError(
+                f"indices: {index} is not a test image; it must be 0 to {len(test) - 1}"
+            )
+    if options.indices:
+        return torch.tensor(list(dict.fromkeys(options.indices)))
+    count = min(options.probes, len(test))
+    return balanced_subset(test.labels, count, options.seed, "eval.attention")
 
 
 def _write_records(
@@ -179,14 +179,14 @@ def _write_records(
     test: ImageSet,
     indices: Tensor,
     target: int | None,
-    rollout: dict[str, Any],
+    rollout: RolloutOptions,
 ) -> None:
     """Write records of images, the model, and a sheet of features."""
-    classifier, images = saved.classifier, test.select(indices).in_memory()
-    frames = read_frames(classifier, test, saved.config.train.seed)
+    images = test.select(indices).in_memory()
+    frames = read_frames(saved, test, saved.config.train.seed)
     if frames is not None:
         add_frames(writer, frames.numpy(), saved.step)
-    found = attention_records(classifier, images, frames=frames, target=target, **rollout)
+    found = attention_records(saved, images, frames=frames, target=target, rollout=rollout)
     records = (record for _, batch in found for record in batch)
     features: list[Tensor] = []
     for name, record in zip(_names(indices), records, strict=True):
@@ -200,4 +200,8 @@ def _write_records(
         sheet = features_picture(images.pixels(), torch.stack(features), grid)
         write_picture(Path(writer.log_dir) / FEATURES_FILE, sheet)
     if saved.config.track.live_mb:
-        add_live(writer, classifier, images.pixels(), saved.step, LIVE_MB)
+        add_live(writer, saved, images.pixels(), saved.step, LIVE_MB)
+
+
+def _names(indices: Tensor) -> list[str]:
+    return [f"image_{index:05d}" for index in indices.tolist()]

@@ -89,7 +89,7 @@ class MapsConfig(ImagesConfig):
 
     Attributes:
         probes: number of test images to draw
-        kinds: kinds of map, or else those of few passes
+        kinds: kinds of map (default: the cheap ones)
         indices: which test images to draw, instead of random ones
         target: class to explain; null is the predicted class
         faithfulness: number of test images on which faithfulness is measured; null is 500, or 0
@@ -195,13 +195,13 @@ class ExportConfig:
     out: settings.PathName | None = None
 
 
-# The settings of each command, and its function in `vit.reporting`, which takes a run and these.
-COMMANDS: dict[str, tuple[Any, str]] = {
-    "report": (ReportConfig, "report:evaluate_run"),
-    "maps": (MapsConfig, "attention:explain_run"),
-    "photo": (PhotoConfig, "predictions:classify_photos"),
-    "predict": (PredictConfig, "predictions:predict_files"),
-    "heads": (HeadsConfig, "heads:measure_run"),
-    "compare": (CompareConfig, "comparison:compare_runs"),
-    "export": (ExportConfig, "export:export_run"),
+# The settings of each command; the function `run` in the file of its name takes a model and these.
+COMMANDS: dict[str, Any] = {
+    "report": ReportConfig,
+    "maps": MapsConfig,
+    "photo": PhotoConfig,
+    "predict": PredictConfig,
+    "heads": HeadsConfig,
+    "compare": CompareConfig,
+    "export": ExportConfig,
 }

@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vit.explain.kinds import ALL_KINDS
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 Bar = tuple[str, tuple[float, float], str]  # name of a colour table, scale, label
 UNIFORM: Bar = ("inferno", (0.0, 3.0), "× uniform")
 SIGNED: Bar = ("RdBu_r", (-3.0, 3.0), "against ← → for, × mean")
-
-
-def bar_of(kind: str) -> Bar:
-    """Return the colours and scale of a kind of map."""
-    return SIGNED if ALL_KINDS[kind].signed else UNIFORM
 
 
 @functools.cache

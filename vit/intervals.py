@@ -1,0 +1,102 @@
+"""Intervals of 95% and tests, of means, proportions and anything that can be resampled.
+
+SciPy has some of them, but takes longer to import than a photo takes to classify.
+
+Shapes: N images.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit.seeding import generator
+
+Z = 1.959964  # a normal variable is within ± Z with a probability of 95%
+RESAMPLES = 1000  # of the bootstrap
+
+
+def mean_interval(values: Tensor) -> tuple[float, float]:
+    """Return the mean of values (B,) and half its normal 95% interval, NaN for a single value."""
+    values = values.cpu().double()
+    spread = values.std().item() if len(values) > 1 else math.nan
+    return values.mean().item(), Z * spread / math.sqrt(len(values))
+
+
+def fraction(name: str, part: int, total: int) -> dict[str, Any]:
+    """Return a fraction and its 95% interval by name; None if there is nothing to divide by."""
+    known = (part / total, wilson_interval(part, total)) if total else (None, None)
+    return dict(zip((name, f"{name}_95"), known, strict=True))
+
+
+def average(name: str, values: Tensor) -> dict[str, Any]:
+    """Return the mean of values (N,) and its normal 95% interval, None for N = 1, by name."""
+    mean, half = mean_interval(values)
+    return {name: mean, f"{name}_95": (mean - half, mean + half) if len(values) > 1 else None}
+
+
+def wilson_interval(hits: float, count: float) -> tuple[float, float]:
+    """Return the 95% confidence interval of a proportion (Wilson 1927, without correction)."""
+    rate = hits / count
+    centre = rate + Z * Z / (2 * count)
+    spread = Z * math.sqrt(rate * (1 - rate) / count + Z * Z / (4 * count * count))
+    scale = 1 + Z * Z / count
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    # The proportion stays inside despite rounding.
+    return max(0.0, min(low, rate)), min(1.0, max(high, rate))
+
+
+def interval_of_mean(mean: float, error: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a mean of fractions of `count` images with a standard error.
+
+    Wilson interval at the effective sample size: it stays within 0 to 1, and has a width even if
+    the error of a sample is 0.
+    """
+    effective = mean * (1 - mean) / error**2 if error > 1e-9 else count
+    return wilson_interval(mean * effective, effective)
+
+
+def bootstrap(measure: Callable[..., Tensor], *sizes: int) -> Tensor:
+    """Return 95% intervals (K, 2) of K statistics of weights (N,) for each group of N images."""
+    random, samples = generator(0, "bootstrap"), []
+    for _ in range(RESAMPLES):
+        drawn = [torch.randint(size, (size,), generator=random) for size in sizes]
+        samples.append(measure(*(d.bincount(minlength=len(d)).double() for d in drawn)))
+    points = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return torch.stack(samples).quantile(points, dim=0).T
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Test whether two classifiers differ, of which each alone is right on some images.
+
+    Returns:
+        The p-value (McNemar 1947, exact): the probability of a split at least as uneven if both
+        were equally good.
+    """
+    tries, fewer = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(tries, k) for k in range(fewer + 1))
+    return min(1.0, 2 * tail / 2**tries)
+
+
+def student(name: str, *samples: Tensor) -> tuple[dict[str, Any], float | None]:
+    """Return a mean, or the difference of two, with its 95% interval by name, and its p-value.
+
+    It is that of a mean of 0 in Student's t-test, or Welch's. Samples are (N,); interval and
+    p-value are None if one has a single value, or if none varies.
+    """
+    mean = samples[0].mean().item() - sum(sample.mean().item() for sample in samples[1:])
+    squares = [s.var().item() / len(s) if len(s) > 1 else math.nan for s in samples]
+    if not (square := sum(squares)) > 1e-18:  # rounding
+        return {name: mean, f"{name}_95": None}, None
+    parts = [part**2 / (len(s) - 1) for part, s in zip(squares, samples, strict=True)]
+    freedom = square**2 / sum(parts)
+    angles = np.linspace(0, 1, 100_001) ** 3 * math.pi / 2  # cubed, as p-values may be small
+    heights = np.sin((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
+    tails = np.append(0, np.cumsum(heights * np.diff(angles)))  # |t| > sqrt(freedom) / tan(angle)
+    scale, tails = math.sqrt(square * freedom), tails / tails[-1]
+    p_value = float(np.interp(math.atan2(scale, abs(mean)), angles, tails))
+    half = scale / math.tan(np.interp(0.05, tails, angles))
+    return {name: mean, f"{name}_95": (mean - half, mean + half)}, p_value
