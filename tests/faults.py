@@ -79,10 +79,10 @@ def group_tests(module: Path, copy: Path) -> list[list[str]]:
     package = r"\.".join(module.relative_to(copy).parent.parts)
     names = re.compile(rf"{package}(\.| import .*\b){module.stem}\b")
     groups: list[list[str]] = [[], [], []]
-    for path in sorted((copy / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size):
+    for path in sorted((copy / "tests").rglob("test_*.py"), key=lambda path: path.stat().st_size):
         named = names.search(path.read_text()) is not None
         group = 0 if path.stem == f"test_{module.stem}" else 1 if named else 2
-        groups[group].append(f"tests/{path.name}")
+        groups[group].append(str(path.relative_to(copy)))
     groups[2].remove("tests/test_faults.py")
     return groups
 

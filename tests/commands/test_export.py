@@ -287,14 +287,14 @@ def test_exported_preprocess_gives_the_bits_that_predict_gives_the_model(
 
 def programs() -> dict[str, str]:
     """The Python programs of the page, by their heading."""
-    page = (Path(__file__).resolve().parent.parent / "docs/export.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/export.md").read_text()
     return dict(re.findall(r"### ([\w. ]+)\n(?:(?!###).)*?```python\n(.*?)```", page, re.DOTALL))
 
 
 def test_the_server_answers_four_clients_at_once_as_predict_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs/export.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/export.md").read_text()
     (code,) = re.findall(r"## In a server\n.*?```python\n(.*?server)\.serve_", page, re.DOTALL)
     save(tmp_path, {})
     monkeypatch.setattr("http.server.BaseHTTPRequestHandler.log_message", lambda *_: None)

@@ -42,7 +42,7 @@ from vit.run.checkpoint import checkpoint_paths, read_checkpoint, save_checkpoin
 from vit.training.checks import check_config
 from vit.training.optim import build_optimizers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
 NAMES = [name for name in ATTENTION if name != "dot"]
 with_names = pytest.mark.parametrize("name", NAMES)

@@ -30,17 +30,21 @@ from attention_tab import (
     write_run,
 )
 from models import save_untrained
-from test_export import PLAIN, save
 from vit.commands.config import ExportConfig
 from vit.commands.export import write_exports
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
+from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.explain.interventions import gates_of
 from vit.pretrained.load import load
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 
+PLAIN: dict[str, Any] = {
+    "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "stem": "linear",
+    "mlp_conv": False,
+}  # fmt: skip
 NAME = f"it's~*&+%\"{HOSTILE}"
 CLASSES = ["cat", "dog", "</script><script>alert(1)</script>", HOSTILE]
 
@@ -48,7 +52,9 @@ CLASSES = ["cat", "dog", "</script><script>alert(1)</script>", HOSTILE]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with hostile names that logged two images, an image of `maps`, and a damaged one."""
-    folder = save(tmp_path_factory.mktemp("runs") / NAME, {})
+    folder = save_untrained(
+        tmp_path_factory.mktemp("runs") / NAME, PLAIN, Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
+    )
     write_run(folder, classes=CLASSES, label=2, name=CLASSES[2])
     write_run(folder / "eval/attention", images=1, steps=[100])
     with event_file(folder) as writer:

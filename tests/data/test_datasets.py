@@ -17,7 +17,7 @@ from vit.data.sampling import held_out
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.specs import DATASETS
 
-ROOT = Path(__file__).resolve().parent.parent / "data"
+ROOT = Path(__file__).resolve().parents[2] / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 
 

@@ -26,7 +26,7 @@ from vit.intervals import mean_interval
 from vit.model_file import SavedModel
 from vit.pretrained.load import load as load_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again
 CHOSEN = (3, 17)
 MEASURED = 40  # images

@@ -29,7 +29,7 @@ from vit.data.layout import recognize
 from vit.data.photos import find_photos
 from vit.training.loop import Loop
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CLASSES = ("cat", "dog", "owl")
 
 

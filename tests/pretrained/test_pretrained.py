@@ -334,7 +334,7 @@ def test_nothing_in_a_file_is_executed(tmp_path):
 def test_a_bad_name_or_an_unreachable_hub_is_one_line(name, message, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
         find_source(name, ModelConfig(pretrained=name))
     assert "\n" not in str(error.value)

@@ -30,7 +30,7 @@ from vit.pretrained.load import load as load_model
 from vit.reporting.model_card import model_card, write_hub
 from vit.reporting.tables import metrics_table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0" * 40
 LOAD = """
 import sys, torch, vit
@@ -155,7 +155,7 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
 # Bundled models.
 
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CIFAR = ROOT / "data" / "cifar-10-batches-py"
 needs_cifar = pytest.mark.skipif(not CIFAR.exists(), reason="data/cifar-10-batches-py is missing")
 
