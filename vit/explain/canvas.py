@@ -1,7 +1,6 @@
-"""Canvas: tables of pictures (height, width, 3) uint8 with words above them, and colour bars.
+"""Canvas: tables of pictures (height, width, 3) uint8 with captions and colour bars, by Pillow.
 
-They are drawn with Pillow. matplotlib supplies fonts, and is imported when it is needed, because
-that takes time.
+matplotlib supplies fonts, and is imported when it is needed, because that takes time.
 """
 
 import contextlib
@@ -45,9 +44,7 @@ def table(
     bars: Sequence[Bar] = (),
     zoom: int = 1,
 ) -> np.ndarray:
-    """Arrange panels of one size as a table.
-
-    Words that are too long for their column are shortened.
+    """Arrange panels as a table; words that are too long for their column are shortened.
 
     Args:
         rows: The panels; all get the aspect ratio of the first.
@@ -86,11 +83,10 @@ def table(
 def join(pictures: Sequence[np.ndarray], axis: int) -> np.ndarray:
     """Set pictures one below the other (axis 0) or side by side (axis 1), on white."""
     size = max(picture.shape[1 - axis] for picture in pictures)
-    padded = []
-    for picture in pictures:
-        missing = [(0, 0)] * 3
-        missing[1 - axis] = (0, size - picture.shape[1 - axis])
-        padded.append(np.pad(picture, missing, constant_values=255))
+    padded = [
+        np.pad(picture, {1 - axis: (0, size - picture.shape[1 - axis])}, constant_values=255)
+        for picture in pictures
+    ]
     return np.concatenate(padded, axis)
 
 
@@ -127,8 +123,8 @@ def resize(part: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 @functools.cache
 def colour_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
     """Draw a colour bar, pointed where values beyond the scale have the same colour."""
-    (low, high), label = bar[1:]
-    scale = 4 * zoom  # it is reduced in the end, so that slanting lines are smooth
+    _, (low, high), label = bar
+    scale = 4 * zoom  # reduced in the end, so that slanting lines are smooth
     top, bottom = 15, length - (15 if low else 7)
     places = (1, top), (7, 7), (13, top), (13, bottom), (7, length - 7), (1, bottom)
     outline = [(scale * x, scale * y) for x, y in places]
@@ -185,12 +181,10 @@ def _write(picture: Image.Image, left: int, bottom: int, words: str, zoom: int) 
 
 def font_of(words: str, zoom: float = 1) -> ImageFont.FreeTypeFont:
     """Load the font for a text, see `font_file`."""
-    return _load_font(font_file(words), zoom)
+    return _truetype(font_file(words), zoom * FONT_SIZE * DPI / 72)
 
 
-@functools.cache
-def _load_font(file: str, zoom: float) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(file, zoom * FONT_SIZE * DPI / 72)
+_truetype = functools.cache(ImageFont.truetype)
 
 
 @functools.lru_cache(maxsize=1000)
@@ -206,14 +200,14 @@ def font_file(words: str) -> str:
     if lacking := needed - _letters(best):
         is_wide = any(unicodedata.east_asian_width(chr(code)) in "WF" for code in lacking)
         package = "fonts-noto-cjk" if is_wide else "fonts-noto-core"
-        why = "pictures show boxes for letters of names that no installed font has"
-        note_once(f"{why}; install one, e.g. with apt install {package}")
+        problem = "pictures show boxes for letters of names that no installed font has"
+        note_once(f"{problem}; install one, e.g. with apt install {package}")
     return best
 
 
 @functools.cache
 def _installed() -> list[str]:
-    from matplotlib import font_manager  # whose list of names is not updated when one is installed
+    from matplotlib import font_manager  # its own list lacks fonts that are installed later
 
     return sorted(font_manager.findSystemFonts(), key=lambda file: ("Regular" not in file, file))
 
@@ -224,6 +218,6 @@ def _letters(file: str) -> frozenset[int]:
     from matplotlib.ft2font import FT2Font
 
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        if (font := FT2Font(file)).scalable and "LastResort" not in file:  # which has only boxes
+        if (font := FT2Font(file)).scalable and "LastResort" not in file:  # that has only boxes
             return frozenset(font.get_charmap())
     return frozenset()

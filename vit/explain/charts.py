@@ -1,6 +1,6 @@
 """Charts of the report, (height, width, 3) uint8, drawn with matplotlib.
 
-It is imported when it is needed, because that takes half a second.
+matplotlib is imported when it is needed, because that takes half a second.
 """
 
 import warnings
@@ -21,12 +21,12 @@ NUMBERED, NAMED = 20, 50  # largest numbers of classes drawn with percentages, a
 NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
 
 
-def _panels(size: tuple[float, float], *grid: int, **how: Any) -> tuple[Any, Any]:
+def _panels(size: tuple[float, float], *grid: int, **options: Any) -> tuple[Any, Any]:
     """Return a figure of a width and height in inches, and its axes in a grid."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-    return figure, figure.subplots(*grid, **how)
+    return figure, figure.subplots(*grid, **options)
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
@@ -53,24 +53,21 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
         for (row, column), share in np.ndenumerate(percent.numpy()):
             if share > 0.5:
                 colour = "white" if share > 50 else "black"
-                where = {"ha": "center", "va": "center"}
-                axis.text(column, row, f"{share:.0f}", color=colour, fontsize=8, **where)
+                centre = {"ha": "center", "va": "center"}
+                axis.text(column, row, f"{share:.0f}", color=colour, fontsize=8, **centre)
     return pixels_of(figure)
 
 
 def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
-    """Draw reliability diagrams, the `reliability` and `ece` of `measure_calibration` by title.
-
-    They show accuracy over confidence, and the images per bin.
-    """
-    size, how = (4.6 * len(results), 5.2), {"sharex": True, "sharey": "row", "squeeze": False}
-    figure, axes = _panels(size, 2, len(results), height_ratios=(3, 1), **how)
+    """Draw accuracy over confidence, and images per bin, of `measure_calibration` by title."""
+    size, share = (4.6 * len(results), 5.2), {"sharex": True, "sharey": "row"}
+    figure, axes = _panels(size, 2, len(results), height_ratios=(3, 1), squeeze=False, **share)
     for (upper, lower), (title, result) in zip(axes.T, results.items(), strict=True):
         bins = result["reliability"]
-        confidence = [b["confidence"] for b in bins]
         upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="perfect")
-        accuracy = np.array([b["accuracy"] for b in bins])
-        low, high = np.array([b["accuracy_95"] for b in bins]).T
+        keys = "confidence", "accuracy", "accuracy_95", "n"
+        confidence, accuracy, interval, count = (np.array([b[key] for b in bins]) for key in keys)
+        low, high = interval.T
         upper.errorbar(
             confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
             capsize=2, elinewidth=1, label="model, 95% interval",
@@ -80,7 +77,7 @@ def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
         error = f"calibration error {result['ece']:.3f} ({low:.3f} to {high:.3f})"
         upper.set_title(f"{title}, {error}", fontsize=10)
         upper.legend(fontsize=8, frameon=False)
-        lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
+        lower.bar(confidence, count, width=0.04, color="C0")
         lower.set(xlabel="confidence", ylabel="images")
     return pixels_of(figure)
 
@@ -93,8 +90,7 @@ def scores_picture(scores: dict[str, tuple[Tensor, Tensor]]) -> np.ndarray:
         for values, label in zip(pair, ("test images", "unfamiliar images"), strict=True):
             weights = np.full(len(values), 1 / len(values))
             axis.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=label)
-        limit = pair[0].quantile(0.05).item()
-        label = "95% of test images are above"
+        limit, label = pair[0].quantile(0.05).item(), "95% of test images are above"
         axis.axvline(limit, color="0.3", linestyle="--", linewidth=1, label=label)
         axis.set(xlabel=name)
     figure.supylabel("fraction of images", fontsize=10)
@@ -104,9 +100,9 @@ def scores_picture(scores: dict[str, tuple[Tensor, Tensor]]) -> np.ndarray:
 
 
 def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
-    """Draw accuracy over severity, 0 for clean images, with 95% intervals: a panel for each group.
+    """Draw accuracy over severity, with 95% intervals: a panel for each group of corruptions.
 
-    The summary is that of `vit.reporting.corruptions.summarize`.
+    The summary comes from `vit.reporting.corruptions.summarize`; clean images have severity 0.
     """
     groups = list(dict.fromkeys(entry.group for entry in CORRUPTIONS.values()))
     figure, axes = _panels((11, 3.4), 1, len(groups), sharey=True)
@@ -120,9 +116,8 @@ def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
         axis.axhline(clean, color="0.6", linestyle="--", linewidth=1)
         axis.set(xlabel="severity (0 is clean)", ylim=(0, 1), xticks=range(6))
         axis.set_title(group, fontsize=10)
-        axis.legend(
-            fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
-        )
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+        axis.legend(fontsize=8, frameon=False, ncols=2, **below)
     axes[0].set_ylabel("accuracy")
     return pixels_of(figure)
 

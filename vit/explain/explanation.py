@@ -1,7 +1,4 @@
-"""The Explanation of a photo: what a model predicts for it, its maps, and a sheet of both.
-
-A sheet has the photo on the left, and on the right a row with map and overlay for each kind of map.
-"""
+"""The Explanation of a photo: what a model predicts for it, its maps, and a sheet of both."""
 
 import io
 from dataclasses import dataclass, field
@@ -64,10 +61,10 @@ class Explanation:
         return next(iter(self.probabilities))
 
     def sheet(self) -> Image.Image:
-        """Draw the photo, its maps and their overlays, with captions and colour bars.
+        """Draw the photo on the left, and a row with map and overlay for each kind on the right.
 
-        What the model sees is framed. The five most probable classes are listed below the photo if
-        there is room, that is with two maps or more.
+        What the model sees is framed. With two maps or more, there is room below the photo for the
+        five most probable classes.
         """
         height, width = fit(self.photo.shape, (PANEL, 2 * PANEL))
         photo = Panel(self._framed_photo(ZOOM * height, ZOOM * width), "\nphoto")
@@ -88,14 +85,12 @@ class Explanation:
     def _header(self) -> str:
         """Return two lines: name, size and view of the photo, and the prediction."""
         height, width = self.photo.shape[:2]
+        header = f"{self.name}, {width:,} × {height:,} pixels"
         if self.photo[self.seen].shape != self.photo.shape:
-            view = "; the model sees the framed part"
-        else:
-            view = "; the model sees it padded" if np.any(self.padding) else ""
-        header = (
-            f"{self.name}, {width:,} × {height:,} pixels{view}\n"
-            f"predicted {self.predicted} {self.probabilities[self.predicted]:.1%}"
-        )
+            header += "; the model sees the framed part"
+        elif np.any(self.padding):
+            header += "; the model sees it padded"
+        header += f"\npredicted {self.predicted} {self.probabilities[self.predicted]:.1%}"
         if self.target != self.predicted:
             header += f", explained for {self.target} {self.probabilities[self.target]:.1%}"
         return header
@@ -111,10 +106,10 @@ class Explanation:
 
     def _view(self) -> np.ndarray:
         """Return what the model sees, (height, width, 3): its part of the photo, and padding."""
-        part = self.photo[self.seen]
-        inside = np.pad(np.ones((*part.shape[:2], 1), dtype=bool), (*self.padding, (0, 0)))
-        padded, fill = np.pad(part, (*self.padding, (0, 0))), np.array(self.fill, dtype=np.uint8)
-        return as_rgb(np.where(inside, padded, fill))
+        part, widths = self.photo[self.seen], (*self.padding, (0, 0))
+        inside = np.pad(np.ones((*part.shape[:2], 1), dtype=bool), widths)
+        fill = np.array(self.fill, dtype=np.uint8)
+        return as_rgb(np.where(inside, np.pad(part, widths), fill))
 
     def _framed_photo(self, height: int, width: int) -> np.ndarray:
         """Draw the photo with a frame around what the model sees, unless that is everything."""
@@ -127,8 +122,7 @@ class Explanation:
         left, right = round(across * columns.start), round(across * columns.stop)
         drawn = (0.3 * pixels + 0.7 * 255).round().astype(np.uint8)
         drawn[top:bottom, left:right] = pixels[top:bottom, left:right]
-        picture = Image.fromarray(drawn)
-        frame = (left, top, right - 1, bottom - 1)
+        picture, frame = Image.fromarray(drawn), (left, top, right - 1, bottom - 1)
         ImageDraw.Draw(picture).rectangle(frame, outline="black", width=BORDER)
         return np.array(picture)
 

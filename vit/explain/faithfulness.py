@@ -40,9 +40,8 @@ def baselines(count: int, grid: tuple[int, int], seed: int) -> dict[str, Tensor]
 
     "random" is noise; "centred" is a Gaussian whose deviation is a quarter of each side.
     """
-    down, across = (
-        torch.exp(-0.5 * ((torch.arange(n) + 0.5 - n / 2) / (n / 4)) ** 2) for n in grid
-    )
+    places = [(torch.arange(n) + 0.5 - n / 2) / (n / 4) for n in grid]
+    down, across = (torch.exp(-0.5 * place**2) for place in places)
     return {
         "random": torch.rand(count, *grid, generator=generator(seed, "random maps")),
         "centred": (down[:, None] * across).expand(count, -1, -1),
@@ -82,8 +81,8 @@ def hiding_curves(
 
     def probability(hidden: Tensor) -> Tensor:
         filled = fill(images, hidden).split(batch_size)
-        shares = torch.cat([classify(part).softmax(dim=1) for part in filled])
-        return shares.gather(1, target[:, None])[:, 0].cpu()
+        probabilities = torch.cat([classify(part).softmax(dim=1) for part in filled])
+        return probabilities.gather(1, target[:, None])[:, 0].cpu()
 
     hidden = [round(level * count) for level in levels]
     morf = torch.stack([probability(rank < number) for number in hidden])
@@ -92,28 +91,23 @@ def hiding_curves(
 
 
 def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
-    """Compute the faithfulness of each image's map from its curves, see `hiding_curves`.
+    """Compute the faithfulness (B,) of each image's map from its curves, see `hiding_curves`.
 
-    Returns:
-        (B,) each: "deletion", the area under the MoRF curve (mean over levels; lower is better);
-        "insertion", that of the insertion curve (higher is better), which is the LeRF curve read
-        backwards if the levels are symmetric around 0.5; "lerf_morf", half their difference, -0.5
-        to 0.5: 0 on average for a map that does not depend on the image.
+    "deletion" is the mean over levels of the MoRF curve (lower is better), and "insertion" that of
+    the LeRF curve (higher is better), which is the insertion curve read backwards if the levels are
+    symmetric around 0.5. "lerf_morf" is half their difference, -0.5 to 0.5: 0 on average for a map
+    that does not depend on the image.
     """
     deletion, insertion = morf.mean(dim=0), lerf.mean(dim=0)
-    return {
-        "deletion": deletion, "insertion": insertion, "lerf_morf": (insertion - deletion) / 2
-    }  # fmt: skip
+    return {"deletion": deletion, "insertion": insertion, "lerf_morf": (insertion - deletion) / 2}
 
 
 def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
     """Test whether the strongest patch is on the object (arXiv 1608.00507, for patches).
 
-    Maps are (B, rows, columns), and masks (B, H, W) bool, True on the object.
-
-    Returns:
-        (B,): 1 if the object covers at least half of the strongest patch, otherwise 0; the mean
-        over patches that are equally strong.
+    Maps are (B, rows, columns), and masks (B, H, W) bool, True on the object. The result (B,) is 1
+    if the object covers at least half of the strongest patch, otherwise 0, and the mean over
+    patches that are equally strong.
     """
     covered = to_patches(masks.float(), (maps.shape[1], maps.shape[2])) >= 0.5
     strongest = maps == maps.amax(dim=(1, 2), keepdim=True)

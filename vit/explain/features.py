@@ -20,11 +20,8 @@ SPREAD = 2.5  # standard deviations at the ends of the scale of colours, as in f
 def fit_frames(batches: Iterable[Sequence[Tensor]]) -> Tensor:
     """Find the principal components of patch tokens in batches of L tensors (B, P, D).
 
-    The largest entry of an axis is positive, as in scikit-learn's PCA.
-
-    Returns:
-        (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first. K is `NUMBERS`,
-        or smaller if D is.
+    Frames are (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first. K is
+    `NUMBERS`, or smaller if D is. The largest entry of an axis is positive, as in scikit-learn.
     """
     frames = []
     for layer in zip(*batches, strict=True):
@@ -41,9 +38,8 @@ def fit_frames(batches: Iterable[Sequence[Tensor]]) -> Tensor:
 def coordinates(tokens: Sequence[Tensor], frames: Tensor) -> Tensor:
     """Measure L patch tokens (B, P, D) in the frames (L, K, D) of their layers.
 
-    Returns:
-        (B, L, P, K) float32, on the CPU: the length of what is left out, then the components in
-        units of their standard deviation, 0 of those that do not vary.
+    The numbers (B, L, P, K), float32 on the CPU, are the length of what is left out, then the
+    components in units of their standard deviation; components that do not vary are 0.
     """
     axes = frames[:, 1:]
     squares = axes.square().sum(dim=-1, keepdim=True)

@@ -39,15 +39,14 @@ def attention_picture(
 ) -> np.ndarray:
     """Draw an image, a map of it and the overlay of both; a row for each of several maps.
 
-    The maps, by kind, may differ in size. Their titles name the class that class-specific ones
-    explain, and the options `rollout` of `attention_rollout`. The name is written above everything,
-    the caption above the image.
+    The maps, by kind, may differ in size. Their titles name the explained class and the options of
+    `attention_rollout`. The name is written above everything, the caption above the image.
     """
     rows, pixels, bars = [], as_pixels(image), [bar_of(kind) for kind in maps]
     for (kind, heat), bar in zip(maps.items(), bars, strict=True):
-        title = map_title(kind, explained, rollout)
-        drawn = colour_map(heat, bar), overlay(pixels, heat, bar)
-        rows.append([Panel(pixels, caption), Panel(drawn[0], title), Panel(drawn[1], "overlay")])
+        map_panel = Panel(colour_map(heat, bar), map_title(kind, explained, rollout))
+        overlaid = Panel(overlay(pixels, heat, bar), "overlay")
+        rows.append([Panel(pixels, caption), map_panel, overlaid])
     return table(rows, (208, 208), title=name, bars=bars)
 
 
@@ -75,16 +74,13 @@ def corruption_picture(image: Tensor, corrupted: Mapping[str, Sequence[Tensor]])
 
 
 def statistics_picture(statistics: Mapping[str, Tensor]) -> np.ndarray:
-    """Draw statistics (L, H) by title side by side, layers as rows and heads as columns.
-
-    Each has a colour scale of its own, from its least to its greatest value.
-    """
+    """Draw statistics (L, H) by title side by side, each from its least to its greatest value."""
     return join([_statistic(title, values) for title, values in statistics.items()], axis=1)
 
 
 def _statistic(title: str, statistic: Tensor) -> np.ndarray:
+    """Draw layers as rows and heads as columns; values that are written alike look alike."""
     values = np.nan_to_num(statistic.cpu().numpy(), posinf=0, neginf=0)  # of a model that diverges
-    # Values that are equal to the digits that are written have equal colours.
     size = max(np.abs(values).max(), 1e-9)
     low, span = values.min(), max(np.ptp(values), 0.05 * size)
     decimals = min(max(0, 1 - math.floor(math.log10(size))), 4)
@@ -119,7 +115,7 @@ def gallery_picture(
     """Draw B images, each followed by its overlays if there are maps, several images per row.
 
     Names are written above the captions. Maps are signed, (B, M, rows, columns), with M headings
-    for the overlays of each image. Images are drawn larger if long captions need the room.
+    for the overlays of each image. Long captions make images larger.
     """
     words = "\n".join([*captions, *("\n".join(heads) for heads in headings)])
     side = math.ceil(min(224, max(112, *map(text_width, words.split("\n")))))
@@ -128,17 +124,17 @@ def gallery_picture(
         pixels = as_pixels(image)
         row = [Panel(pixels, captions[number])]
         if maps is not None:
-            drawn = (overlay(pixels, heat, SIGNED) for heat in maps[number])
-            row += map(Panel, drawn, headings[number])
+            overlays = (overlay(pixels, heat, SIGNED) for heat in maps[number])
+            row += map(Panel, overlays, headings[number])
         groups.append(table([row], (side, side), title=names[number]))
     lines = [join(groups[n : n + columns], 1) for n in range(0, len(groups), columns)]
-    gallery = join(lines, axis=0)
+    gallery = join(lines, 0)
     bars = [] if maps is None else [SIGNED]
     return table([[Panel(gallery)]], (len(gallery), gallery.shape[1]), title=title, bars=bars)
 
 
 def _headed(rows: Sequence[Sequence[np.ndarray]], head: Sequence[str]) -> list[list[Panel]]:
-    """Return rows of panels of which the first have words above them."""
+    """Return rows of panels, with a heading above each column."""
     first, *others = rows
-    panels = [[Panel(*each) for each in zip(first, head, strict=True)]]
-    return panels + [[Panel(pixels) for pixels in row] for row in others]
+    panels = [Panel(pixels, words) for pixels, words in zip(first, head, strict=True)]
+    return [panels, *([Panel(pixels) for pixels in row] for row in others)]

@@ -46,28 +46,27 @@ def measure_heads(
 
     Args:
         classify: Classifies the N images with gates (L, H): logits (N, C).
-        gates: (L, H), those that mute no head.
-        labels: Their true classes, (N,) int64.
-        groups: The groups.
+        gates: (L, H), with which no head is muted.
+        labels: True classes (N,) int64.
+        groups: Groups of heads.
         unmuted: What `true_class` returns if no head is muted.
     """
-    (probability, hits), effects = unmuted, []
+    effects = []
     for heads in groups:
         muted = gates.clone()
         muted[tuple(zip(*heads, strict=True))] = 0
-        lower, fewer = true_class(classify(muted), labels)
-        falls = mean_interval(probability - lower), mean_interval(hits - fewer)
-        effects.append(Effect(heads, *falls))
+        pairs = zip(unmuted, true_class(classify(muted), labels), strict=True)
+        effects.append(Effect(heads, *(mean_interval(before - after) for before, after in pairs)))
     return effects
 
 
 def layers_of(layers: int, heads: int) -> list[Heads]:
-    """List the layers, as the group of their heads each."""
+    """List the layers, each as the group of its heads."""
     return [tuple((layer, head) for head in range(heads)) for layer in range(layers)]
 
 
 def single_heads(layers: int, heads: int) -> list[Heads]:
-    """List the heads of L layers with H heads, as a group each."""
+    """List the heads, each as a group."""
     return [(head,) for layer in layers_of(layers, heads) for head in layer]
 
 

@@ -1,6 +1,6 @@
-"""The kinds of attention map; imported without torch.
+"""The kinds of attention map; imported without torch. CONTRIBUTING.md shows how to add one.
 
-A kind names its function, which is found when a map is drawn. CONTRIBUTING.md shows how to add one.
+Shapes: L layers, B batch, H heads, N tokens.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class MapKind:
-    """A kind of attention map.
-
-    What its function takes depends on what it needs (L layers, B batch, H heads, N tokens):
+    """A kind of attention map. Its function takes what it needs:
 
         weights    weights, L tensors (B, H, N, N)
         gradients  weights; their gradients of the logit of the explained class
@@ -38,17 +36,17 @@ class MapKind:
     """
 
     title: str  # in figures and tables
-    function: str  # in `vit.explain`; it returns (B, patches) or (B, rows, columns)
-    needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]  # what it takes
+    function: str  # in `vit.explain`, imported when needed: (B, patches) or (B, rows, columns)
+    needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]
     # The value scaled to 1: what each token gets if all get the same (of fractions of what the head
     # reads), the mean (of values that are at least 0), or the mean of absolute values ("size").
     unit: Literal["uniform", "mean", "size"]
-    signed: bool = False  # whether it is positive for the class and negative against it
-    # Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise. The tab has no
-    # maps that need pixels or passes.
+    signed: bool = False  # positive for the class, negative against it
+    # Shown by default by `eval.py RUN maps` and the Attention tab, which has no maps that need
+    # pixels or passes.
     default: bool = True
-    photos: bool = False  # whether it is drawn for photos unless told otherwise
-    has_options: bool = False  # whether its function takes the fields of `RolloutOptions`
+    photos: bool = False  # drawn for photos by default
+    has_options: bool = False  # its function takes the fields of `RolloutOptions`
 
     @property
     def class_specific(self) -> bool:
@@ -56,8 +54,7 @@ class MapKind:
         return self.needs != "weights"
 
 
-# Those that take many passes come last.
-ALL_KINDS = {
+ALL_KINDS = {  # those that take many passes come last
     "rollout": MapKind(
         "attention rollout", "rollout:attention_rollout", "weights", "uniform",
         photos=True, has_options=True,
@@ -65,13 +62,10 @@ ALL_KINDS = {
     "gradient_rollout": MapKind(
         "gradient rollout", "rollout:gradient_rollout", "gradients", "uniform"
     ),
-    "relevance": MapKind(
-        "class relevance", "rollout:class_relevance", "gradients", "mean"
-    ),
+    "relevance": MapKind("class relevance", "rollout:class_relevance", "gradients", "mean"),
     "raw": MapKind("last layer's attention", "rollout:raw_attention", "weights", "uniform"),
     "lrp": MapKind(
-        "layer-wise relevance", "maps:relevance_of_patches", "relevance", "size",
-        signed=True,
+        "layer-wise relevance", "maps:relevance_of_patches", "relevance", "size", signed=True
     ),
     "lrp_rollout": MapKind(
         "relevance × rollout", "maps:relevance_times_rollout", "relevance", "size"
@@ -87,7 +81,5 @@ ALL_KINDS = {
         "integrated gradients", "references:integrated_gradients_of_patches", "passes", "size",
         signed=True, default=False,
     ),
-    "rise": MapKind(
-        "RISE", "references:rise", "passes", "size", signed=True, default=False
-    ),
+    "rise": MapKind("RISE", "references:rise", "passes", "size", signed=True, default=False),
 }  # fmt: skip

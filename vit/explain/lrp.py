@@ -144,15 +144,15 @@ def scaled_terms(
     y, size = node.saved_tensors  # the sums of the convolution
     scale = (variance + settings["eps"]).rsqrt() * (1 if weight is None else weight)
     shift = (0 if bias is None else bias) - mean * scale
-    scale, shift = (each.to(x.dtype)[:, None, None] for each in (scale, shift))
+    scale, shift = (part.to(x.dtype)[:, None, None] for part in (scale, shift))
     return _SameSign.apply(y * scale + shift, size * scale.abs() + shift.abs())
 
 
 class _SameSign(torch.autograd.Function):
     """Sums y, with relevance only for terms of their sign; size sums the terms' absolute values.
 
-    This is the identity of y, with the gradient of (y + sign(y) size) times a fixed ratio: there,
-    the terms of the other sign cancel.
+    The gradient is that of (y + sign(y) size) times a fixed ratio: there, the terms of the other
+    sign cancel.
     """
 
     @staticmethod
@@ -204,11 +204,11 @@ class LayerwiseRules(TorchFunctionMode):
 def propagate(
     classify: Callable[[Tensor], Tensor], inputs: Tensor, target: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Classify inputs and distribute one logit of each over its input.
+    """Classify inputs (B, ...) and distribute one logit of each over its values.
 
     Args:
         classify: Maps inputs to logits (B, C), such as a model.
-        inputs: (B, ...), such as normalized images.
+        inputs: Such as normalized images.
         target: (B,) int64, the class whose logit is explained; None explains the predicted class.
 
     Returns:
@@ -266,8 +266,6 @@ def smooth(maps: Tensor) -> Tensor:
 
     At the border, the weights of the neighbours that exist sum to 1.
     """
-    rows, columns = (torch.arange(n, device=maps.device).float() for n in maps.shape[1:])
-    down, across = (
-        (-0.5 * (places[:, None] - places) ** 2).softmax(dim=1) for places in (rows, columns)
-    )
+    places = [torch.arange(n, device=maps.device).float() for n in maps.shape[1:]]
+    down, across = ((-0.5 * (place[:, None] - place) ** 2).softmax(dim=1) for place in places)
     return down @ maps @ across.T

@@ -65,10 +65,7 @@ def title_of(kind: str, rollout: RolloutOptions = DEFAULTS) -> str:
 def map_of(
     kind: str, readings: Sequence[Any], layout: TokenLayout, rollout: RolloutOptions
 ) -> Tensor:
-    """Compute a map (B, rows, columns) float32, in the unit of its kind.
-
-    The readings are what the function of the kind takes, see `vit.explain.kinds`.
-    """
+    """Compute a map (B, rows, columns) float32, in the unit of its kind, from what it needs."""
     entry = ALL_KINDS[kind]
     keywords: dict[str, Any] = asdict(rollout) if entry.has_options else {}
     if entry.needs in ("weights", "gradients"):
@@ -120,17 +117,15 @@ def attention_maps(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Classify images and compute attention maps of any kinds.
 
-    One forward pass serves all kinds that need attention weights or their gradients, and another
-    one, with the rules of `vit.explain.lrp`, all that need the relevance of patches.
+    Kinds with the same needs share their passes.
 
     Args:
         model: In evaluation mode, with attention that can be read, see `vit.model.attention_model`.
         images: (B, channels, height, width), normalized, on the model's device.
-        kinds: Kinds of map, keys of `ALL_KINDS`.
-        target: (B,) int64, the class that class-specific maps explain; None explains the predicted
-            class.
-        precision: Precision of the model's matrix products: float32 or bfloat16. Maps are computed
-            in float32 either way.
+        kinds: Keys of `ALL_KINDS`.
+        target: (B,) int64, the class to explain; None explains the predicted class.
+        precision: Precision of the model's matrix products, float32 or bfloat16; maps are computed
+            in float32.
         rollout: Options for kind "rollout" only.
 
     Returns:

@@ -1,7 +1,7 @@
 """References for attention maps: what calling a model many times tells about an image.
 
-None of them reads attention. They take from 16 to thousands of passes and show what a map could
-achieve. Hidden patches have the mean colour of the training images, which is 0 after normalization.
+None reads attention. They take from 16 to thousands of passes and show what a map could achieve.
+Hidden patches have the mean colour of the training images, which is 0 after normalization.
 
 Each takes a function from normalized images to logits (B, C), images (B, channels, height, width),
 the grid (rows, columns) of patches, and the explained classes (B,) int64.
@@ -22,8 +22,7 @@ Classify = Callable[[Tensor], Tensor]
 def occlusion(classify: Classify, images: Tensor, grid: tuple[int, int], target: Tensor) -> Tensor:
     """Measure by how much a class's logit falls when a single patch is hidden (arXiv 1311.2901).
 
-    Returns:
-        (B, rows, columns), in units of the logit; negative where the class gains.
+    Maps (B, rows, columns) are in units of the logit, and negative where the class gains.
     """
     before = _of_class(classify(images), target)
     patches = torch.eye(grid[0] * grid[1], device=images.device).bool().unflatten(1, grid)
@@ -40,11 +39,8 @@ def integrated_gradients(
 ) -> Tensor:
     """Compute integrated gradients from the mean colour to the image (arXiv 1703.01365).
 
-    The gradients are taken in the middle of equally long steps. With many, the values of an image
-    add up to the difference between its logit and that of the mean colour.
-
-    Returns:
-        (B, channels, height, width), in units of the logit.
+    The gradients are taken in the middle of equally long steps. With many, the values of an image,
+    (channels, height, width), add up to the difference between its logit and the mean colour's.
     """
     total = torch.zeros_like(images)
     for step in range(steps):
@@ -72,14 +68,11 @@ def rise(
 ) -> Tensor:
     """Estimate how much a patch raises a class's probability if others are hidden at random.
 
-    Each mask hides every patch with probability 1/2. A patch gets the mean probability of the class
-    where it is shown, minus that where it is hidden. This orders patches like RISE (arXiv
-    1806.07421), which is the first of the two means, but with less noise; its expected value is
-    the patch's Banzhaf value (arXiv 2205.15466). Masks are the same for all images, and come in
-    pairs, one the inverse of the other. Without random, every call draws the same.
-
-    Returns:
-        (B, rows, columns), -1 to 1.
+    Each mask hides every patch with probability 1/2. Maps (B, rows, columns), -1 to 1, are the mean
+    probability of the class where a patch is shown, minus that where it is hidden. This orders
+    patches like RISE (arXiv 1806.07421), which is the first of the two means, but with less noise;
+    its expected value is the patch's Banzhaf value (arXiv 2205.15466). Masks are the same for all
+    images and, without random, in every call. They come in pairs, one the inverse of the other.
     """
     random = random or generator(0, "rise")
     total = torch.zeros(len(images), *grid, device=images.device)

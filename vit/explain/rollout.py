@@ -4,11 +4,9 @@ Each layer is a matrix that says how much each token takes from every other toke
 head's input, the class token or the mean of the patch tokens, back through these matrices. That is
 one row vector times matrices, last layer first, and N times cheaper than multiplying the matrices.
 
-All functions take attention weights (L, B, H, N, N), first layer first, and perhaps gradients of a
-logit in the same layout, as a tensor or a sequence of L tensors; `readout`, what the head reads:
-"class_token" for the first token, "mean" for the mean of the patch tokens; and `num_prefix_tokens`
-before the patches (class token and registers). They raise a ValueError for an unknown readout, or
-for "class_token" without prefix tokens.
+All functions take weights, readout and num_prefix_tokens as `attention_rollout` does, and raise a
+ValueError for an unknown readout, or for "class_token" without prefix tokens. Gradients of a logit
+have the layout of the weights.
 
 Shapes: L layers, B batch, H heads, N tokens (prefix, then patches), P patches, C classes.
 """
@@ -87,13 +85,10 @@ def attention_rollout(
 def gradient_rollout(
     weights: Layers, gradients: Layers, *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
-    """Compute attention rollout from the attention that supports a class.
+    """Compute `attention_rollout` of the attention that supports a class: (B, P) float32, 0 to 1.
 
-    Like `attention_rollout`, but the heads are fused to mean(relu(∇A ⊙ A)), with rows scaled to sum
-    to 1. This is the weighting of arXiv 2012.09838, with attention in place of relevance.
-
-    Returns:
-        (B, P) float32, 0 to 1: the fraction that comes from each patch.
+    The heads are fused to mean(relu(∇A ⊙ A)), with rows scaled to sum to 1. This is the weighting
+    of arXiv 2012.09838, with attention in place of relevance.
     """
     row = _start_row(weights[0], readout, num_prefix_tokens)
     for layer in zip(reversed(weights), reversed(gradients), strict=True):
@@ -107,11 +102,8 @@ def class_relevance(
     """Compute the relevance of each patch to a class (arXiv 2103.15679, eq. 5 and 6).
 
     Relevance R starts as the identity, and each layer adds mean(relu(∇A ⊙ A)) R, with the mean over
-    heads.
-
-    Returns:
-        (B, P) float32, at least 0, in units of the logit: the row of R - I that the head reads. The
-        identity is the same for every patch and would hide what attention adds.
+    heads. The result (B, P), float32, at least 0, in units of the logit, is the row of R - I that
+    the head reads: the identity is the same for every patch and would hide what attention adds.
     """
     start = _start_row(weights[0], readout, num_prefix_tokens)
     # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.

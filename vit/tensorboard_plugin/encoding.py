@@ -45,8 +45,8 @@ _details, _live = TypeAdapter(Details), TypeAdapter(Live)
 def part_of(plugin_content: bytes) -> Part:
     """Return which part of a record a tag holds; a ValueError if of another version, or damaged."""
     try:
-        found = json.loads(plugin_content)
-        version, part = found["version"], found["part"]
+        metadata = json.loads(plugin_content)
+        version, part = metadata["version"], metadata["part"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError("the record does not say its version; it is damaged") from None
     if version != VERSION:
@@ -61,7 +61,7 @@ def part_of(plugin_content: bytes) -> Part:
 
 def summaries(tag: str, record: Record) -> Summary:
     """Return a record as TensorBoard stores it: a value for the details, weights and features."""
-    values = [_value(tag, "details", encode_details(record.details))]
+    values = [_value(tag, "details", zlib.compress(details_json(record.details)))]
     if record.weights is not None:
         data = encode_weights(record.weights)
         values.append(_value(WEIGHTS_TAG.format(tag), "weights", data))
@@ -76,13 +76,8 @@ def frames_summary(frames: np.ndarray, tag: str = FRAMES_TAG) -> Summary:
     return Summary(value=[_value(tag, "features", encode_weights(frames))])
 
 
-def encode_details(details: Details) -> bytes:
-    """Return the details as JSON compressed by zlib."""
-    return zlib.compress(details_json(details))
-
-
 def decode_details(data: bytes) -> Details:
-    """Decode and check what `encode_details` returned; a ValueError of one line if damaged."""
+    """Decode and check details, compressed JSON; a one-line ValueError if they are damaged."""
     most = min(MAX_DETAILS, 2**23 + 16 * len(data))  # honest details are hardly compressible
     return _decoded(data, _details, "the details of the record are damaged", most)
 
@@ -110,9 +105,9 @@ def live_weights(step: int, live: Live, dtype: Floats, weights: bytes) -> Summar
 
 def live_dtype(plugin_content: bytes, live: Live) -> Floats | None:
     """Return the dtype of the weights under a tag; None if they do not belong to this model."""
-    found = json.loads(plugin_content)
-    belongs = found["part"] == "live_weights" and found.get("graph") == live.digest
-    return found["dtype"] if belongs and found.get("dtype") in get_args(Floats) else None
+    metadata = json.loads(plugin_content)
+    belongs = metadata["part"] == "live_weights" and metadata.get("graph") == live.digest
+    return metadata["dtype"] if belongs and metadata.get("dtype") in get_args(Floats) else None
 
 
 def encode_weights(weights: np.ndarray) -> bytes:
@@ -159,10 +154,10 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
             codes, scale = (np.asarray(arrays[name]) for name in ("weights", "scale"))
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
         raise ValueError(f"{damaged}: {' '.join(str(error).split())}") from None
-    found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
+    arrays_found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
     fits = codes.ndim >= 3 and scale.shape == codes.shape[:-1] and 0 < codes.size <= MAX_WEIGHTS
     if not fits or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
-        raise ValueError(f"{damaged}: {found}")
+        raise ValueError(f"{damaged}: {arrays_found}")
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
         raise ValueError(f"{damaged}: scale is negative or not finite")
     return codes, scale

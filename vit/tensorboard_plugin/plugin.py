@@ -24,20 +24,7 @@ from werkzeug import wrappers
 
 from vit.colours import SIGNED, UNIFORM, table_of
 from vit.console import shorten
-from vit.tensorboard_plugin.encoding import (
-    FEATURES_TAG,
-    LIVE_TAG,
-    LIVE_WEIGHTS_TAG,
-    PLUGIN_NAME,
-    WEIGHTS_TAG,
-    Part,
-    decode_details,
-    decode_live,
-    decode_weights,
-    details_json,
-    live_dtype,
-    part_of,
-)
+from vit.tensorboard_plugin import encoding
 from vit.tensorboard_plugin.records import Details, Live
 
 STATIC = resources.files("vit.tensorboard_plugin") / "static"
@@ -62,7 +49,7 @@ Series = dict[str, TensorTimeSeries]  # what TensorBoard knows about the tags of
 class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no types
     """The Attention tab of TensorBoard."""
 
-    plugin_name = PLUGIN_NAME
+    plugin_name = encoding.PLUGIN_NAME
 
     def __init__(self, context: base_plugin.TBContext) -> None:
         self._provider = context.data_provider
@@ -82,7 +69,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         }
 
     def is_active(self) -> bool:
-        """Show the tab always: without records it says how to make some."""
+        """Always show the tab: without records, it explains how to log some."""
         return True
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -98,7 +85,7 @@ class Question:
         self._place = {
             "ctx": plugin_util.context(request.environ),
             "experiment_id": plugin_util.experiment_id(request.environ),
-            "plugin_name": PLUGIN_NAME,
+            "plugin_name": encoding.PLUGIN_NAME,
         }
 
     @property
@@ -119,13 +106,13 @@ class Question:
     def series(self) -> Series:
         """The tags of the run."""
         run = self.asked["run"]
-        found = self.list_runs(run_tag_filter=RunTagFilter(runs=[run])).get(run)
-        if not found:
+        series = self.list_runs(run_tag_filter=RunTagFilter(runs=[run])).get(run)
+        if not series:
             raise ValueError(f"no run {run!r} with attention; reload the page")
-        return found
+        return series
 
     def has_several_steps(self, run: str, tag: str) -> bool:
-        """Return whether two data of a tag have two steps; not if it is damaged."""
+        """Return whether a tag is stored at several steps; False if it is damaged."""
         try:
             return len({datum.step for datum in self._stored(run, tag, 2)}) > 1
         except ValueError:
@@ -137,14 +124,12 @@ class Question:
         return {datum.step: (datum, _bytes(datum)) for datum in stored}
 
     def _stored(self, run: str, tag: str, most: int = EVERYTHING) -> list[TensorDatum]:
-        wanted = RunTagFilter(runs=[run], tags=[tag])
+        names = RunTagFilter(runs=[run], tags=[tag])
         try:
-            found = self._provider.read_tensors(
-                **self._place, downsample=most, run_tag_filter=wanted
-            )
+            data = self._provider.read_tensors(**self._place, downsample=most, run_tag_filter=names)
         except TypeError as error:
             raise ValueError(f"{tag!r} is damaged: {error}") from None
-        return list(found.get(run, {}).get(tag, []))
+        return list(data.get(run, {}).get(tag, []))
 
     def read_at(self, tag: str, step: int) -> bytes:
         """Return what is stored under a tag at a step."""
@@ -159,15 +144,16 @@ class Question:
         run, tag = self.asked["run"], self.asked["tag"]
         if tag not in _image_tags(self.series):
             raise ValueError(f"run {run!r} has no image {tag!r}; reload the page")
-        part_of(self.series[tag].plugin_content)
-        return decode_details(self.read_at(tag, self.step))
+        encoding.part_of(self.series[tag].plugin_content)
+        return encoding.decode_details(self.read_at(tag, self.step))
 
     def live(self) -> Live:
         """Return the model that the run stored last, without weights."""
-        found = self.series.get(LIVE_TAG)
-        if found is None or part_of(found.plugin_content) != "live":
+        tag = encoding.LIVE_TAG
+        series = self.series.get(tag)
+        if series is None or encoding.part_of(series.plugin_content) != "live":
             raise ValueError(NO_MODEL)
-        return decode_live(self.read_at(LIVE_TAG, found.max_step))
+        return encoding.decode_live(self.read_at(tag, series.max_step))
 
 
 def _runs(question: Question) -> Answer:
@@ -176,8 +162,8 @@ def _runs(question: Question) -> Answer:
         {
             "name": run,
             "images": len(images),
-            "last_step": max(one.max_step for one in series.values()),
-            "wall_time": max(one.max_wall_time for one in series.values()),
+            "last_step": max(tag.max_step for tag in series.values()),
+            "wall_time": max(tag.max_wall_time for tag in series.values()),
             "several_steps": question.has_several_steps(run, images[0]),
         }
         for run, series in question.list_runs().items()
@@ -192,7 +178,7 @@ def _images(question: Question) -> Answer:
     images, problems = [], []
     for tag in sorted(_image_tags(series), key=_natural):
         try:
-            part_of(series[tag].plugin_content)
+            encoding.part_of(series[tag].plugin_content)
             if stored := question.read(tag):
                 images.append(_image(series, tag, stored.values()))
         except ValueError as error:
@@ -204,23 +190,23 @@ def _images(question: Question) -> Answer:
 
 def _image(series: Series, tag: str, stored: Iterable[tuple[TensorDatum, bytes]]) -> dict[str, Any]:
     """Return what the list of images says about one of them; it is the image of the last step."""
-    name, frames, steps = FEATURES_TAG.format(tag), None, {}
-    if (features := series.get(name)) is not None and _part(features) == "features":
-        frames = json.loads(features.plugin_content).get("frames")
+    name, frames, steps = encoding.FEATURES_TAG.format(tag), None, {}
+    if _part(series.get(name)) == "features":
+        frames = json.loads(series[name].plugin_content).get("frames")
     for datum, data in stored:
         image, steps[datum.step] = _at_step(datum, data)
     return {
         "tag": tag,
         **image,
         "steps": [*steps.values()],
-        "has_weights": WEIGHTS_TAG.format(tag) in series,
+        "has_weights": encoding.WEIGHTS_TAG.format(tag) in series,
         "features": frames and {"tag": name, "frames": frames},
     }
 
 
 def _at_step(datum: TensorDatum, data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the image and the prediction, not the details: those of all steps fill the memory."""
-    details = decode_details(data)
+    details = encoding.decode_details(data)
     label = None if details.label is None else details.classes[details.label]
     index, probability = details.top[0] if details.top else (None, None)
     return {"name": details.name, "label": label, "image": details.image}, {
@@ -238,10 +224,10 @@ def _weights(question: Question) -> Answer:
     A last byte says that the first L*H*N*N are int8.
     """
     details, tag = question.details(), question.asked["tag"]
-    if (name := WEIGHTS_TAG.format(tag)) not in question.series:
+    if (name := encoding.WEIGHTS_TAG.format(tag)) not in question.series:
         raise ValueError(f"no weights of {tag!r} are stored; the tab shows its maps only")
-    part_of(question.series[name].plugin_content)
-    codes, scale = decode_weights(question.read_at(name, question.step))
+    encoding.part_of(question.series[name].plugin_content)
+    codes, scale = encoding.decode_weights(question.read_at(name, question.step))
     shape = (details.layers, details.heads, details.tokens, details.tokens)
     if codes.shape != shape:
         raise ValueError(f"the weights of {tag!r} are {codes.shape}; the details say {shape}")
@@ -253,7 +239,7 @@ def _features(question: Question) -> Answer:
     tag = question.asked["tag"]
     if _part(question.series.get(tag)) != "features":
         raise ValueError(f"no features {tag!r} are stored; reload the page")
-    return _numbers(*decode_weights(question.read_at(tag, question.step)))
+    return _numbers(*encoding.decode_weights(question.read_at(tag, question.step)))
 
 
 def _live(question: Question) -> Answer:
@@ -264,9 +250,9 @@ def _live(question: Question) -> Answer:
     except ValueError as error:
         return {"spec": None, "steps": [], "note": shorten(error, LONGEST)}
     steps = [
-        {"step": one.max_step, "wall_time": one.max_wall_time, "dtype": dtype}
-        for one in sorted(series.values(), key=lambda one: one.max_step)
-        if _part(one) and (dtype := live_dtype(one.plugin_content, live))
+        {"step": tag.max_step, "wall_time": tag.max_wall_time, "dtype": dtype}
+        for tag in sorted(series.values(), key=lambda tag: tag.max_step)
+        if _part(tag) and (dtype := encoding.live_dtype(tag.plugin_content, live))
     ]
     spec = live.spec and dataclasses.asdict(live.spec)
     return {"spec": spec, "steps": steps, "note": live.note}
@@ -274,23 +260,19 @@ def _live(question: Question) -> Answer:
 
 def _live_weights(question: Question) -> Answer:
     """Return the weights of a run's model at a step; the page checks their size."""
-    return question.read_at(LIVE_WEIGHTS_TAG.format(question.step), question.step)
+    return question.read_at(encoding.LIVE_WEIGHTS_TAG.format(question.step), question.step)
 
 
 def _palettes(_: Question) -> Answer:
     """Return the colour tables of maps as a script."""
-    tables = {"INFERNO": UNIFORM[0], "RED_BLUE": SIGNED[0]}
-    lines = [
-        f'export const {key} = "{table_of(name).tobytes().hex()}";\n'
-        for key, name in tables.items()
-    ]
-    return "".join(lines).encode()
+    inferno, red_blue = (table_of(bar[0]).tobytes().hex() for bar in (UNIFORM, SIGNED))
+    return f'export const INFERNO = "{inferno}";\nexport const RED_BLUE = "{red_blue}";\n'.encode()
 
 
 ROUTES: dict[str, tuple[Callable[[Question], Answer], str]] = {
     "/runs": (_runs, ".json"),
     "/images": (_images, ".json"),
-    "/details": (lambda question: details_json(question.details()), ".json"),
+    "/details": (lambda question: encoding.details_json(question.details()), ".json"),
     "/weights": (_weights, ".bin"),
     "/features": (_features, ".bin"),
     "/live": (_live, ".json"),
@@ -320,18 +302,16 @@ def _application(provider: Any, answer: Callable[[Question], Answer], content_ty
 
 
 def _image_tags(series: Series) -> list[str]:
-    """Return the tags of images, among them those whose metadata cannot be read."""
-    return [
-        tag
-        for tag, one in series.items()
-        if _part(one) == "details" or (_part(one) is None and not tag.startswith(LIVE_TAG))
-    ]
+    """Return the tags of images, including tags whose metadata cannot be read."""
+    parts = {tag: _part(entry) for tag, entry in series.items()}
+    unreadable = {tag for tag in parts if not parts[tag] and not tag.startswith(encoding.LIVE_TAG)}
+    return [tag for tag in parts if parts[tag] == "details" or tag in unreadable]
 
 
-def _part(series: TensorTimeSeries | None) -> Part | None:
+def _part(series: TensorTimeSeries | None) -> encoding.Part | None:
     """Return which part a tag holds; None if there is none, or it cannot be read."""
     try:
-        return None if series is None else part_of(series.plugin_content)
+        return None if series is None else encoding.part_of(series.plugin_content)
     except ValueError:
         return None
 
