@@ -68,10 +68,9 @@ def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
         keys = "confidence", "accuracy", "accuracy_95", "n"
         confidence, accuracy, interval, count = (np.array([b[key] for b in bins]) for key in keys)
         low, high = interval.T
-        upper.errorbar(
-            confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
-            capsize=2, elinewidth=1, label="model, 95% interval",
-        )  # fmt: skip
+        errors = accuracy - low, high - accuracy
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "elinewidth": 1}
+        upper.errorbar(confidence, accuracy, errors, label="model, 95% interval", **style)
         upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
         low, high = result["ece_95"]
         error = f"calibration error {result['ece']:.3f} ({low:.3f} to {high:.3f})"

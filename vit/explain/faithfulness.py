@@ -66,7 +66,6 @@ def hiding_curves(
         maps: (B, rows, columns); of equally important patches, the first counts as more important.
         target: (B,) int64, the class.
         levels: K fractions of the patches to hide, 0 to 1.
-        batch_size: Images per forward pass.
         fill: Replaces hidden pixels of all B images.
 
     Returns:

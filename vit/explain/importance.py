@@ -48,7 +48,6 @@ def measure_heads(
         classify: Classifies the N images with gates (L, H): logits (N, C).
         gates: (L, H), with which no head is muted.
         labels: True classes (N,) int64.
-        groups: Groups of heads.
         unmuted: What `true_class` returns if no head is muted.
     """
     effects = []

@@ -18,7 +18,7 @@ Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens:
 
 
 class Interventions(nn.Module):
-    """A model whose heads are scaled, and which leaves out patches of its images, by inputs.
+    """A model, in evaluation mode, with inputs that scale its heads and leave out patches.
 
     A gate scales what its head adds to its layer's output, by the columns of the output projection
     that read the head. The projection's bias stays as long as one head of the layer does, so with
@@ -29,8 +29,7 @@ class Interventions(nn.Module):
     prefix tokens, the mean of the remaining patches takes its place. Convolutions still read it:
     hide its pixels too if its neighbours are to know nothing of it.
 
-    The model, in evaluation mode, is not changed. Gates and patches of ones change no bit of what
-    `forward_intermediates` returns.
+    Gates and patches of ones change no bit of what `forward_intermediates` returns.
 
     Raises:
         ValueError: The model's attention cannot be read.
@@ -39,8 +38,8 @@ class Interventions(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # In a tuple, because our own model, which is its own reader, must not be registered twice:
-        # `functional_call` would not restore its weights.
+        # In a tuple, because our model is its own reader: registered twice, its weights would not
+        # be restored by `functional_call`.
         self._readable = (require_attention(model),)
 
     def forward(self, images: Tensor, gates: Tensor | None, keep: Tensor) -> Answer:
@@ -57,9 +56,8 @@ class Interventions(nn.Module):
             mean nothing.
         """
         if gates is not None:
-            gated = gated_weights(self.model, gates)
-            named = {f"model.{name}": tensor for name, tensor in gated.items()}
-            result: Answer = functional_call(self, named, (images, None, keep))
+            gated = gated_weights(self.model, gates, prefix="model.")
+            result: Answer = functional_call(self, gated, (images, None, keep))
             return result
         (readable,) = self._readable
         model: Any = self.model
@@ -83,11 +81,11 @@ def gates_of(model: nn.Module) -> Tensor:
     return torch.ones(len(blocks), blocks[0].attn.num_heads, device=device)
 
 
-def gated_weights(model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
+def gated_weights(model: nn.Module, gates: Tensor, prefix: str = "") -> dict[str, Tensor]:
     """Return output projections with gates (L, H): weights and biases by name in the model."""
     gated, blocks = {}, cast(Any, model).blocks
     for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
-        proj, name = block.attn.proj, f"blocks.{layer}.attn.proj"
+        proj, name = block.attn.proj, f"{prefix}blocks.{layer}.attn.proj"
         width = proj.in_features // block.attn.num_heads
         gated[f"{name}.weight"] = proj.weight * gates[layer].repeat_interleave(width)
         if proj.bias is not None:

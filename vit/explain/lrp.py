@@ -40,6 +40,7 @@ from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import AttentionModel
 
 Function = Callable[..., Tensor]
+Parameter = Tensor | None  # weight or bias of a layer, if it has one
 
 
 def fixed_result(function: Function, *args: Any, **kwargs: Any) -> Tensor:
@@ -53,15 +54,10 @@ def fixed_weights(sdpa: Function, query: Tensor, key: Tensor, *args: Any, **kwar
 
 
 def fixed_deviation(
-    _: Function,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
+    _: Function, x: Tensor, shape: Sequence[int], weight: Parameter, bias: Parameter, eps: float
 ) -> Tensor:
     """Apply a layer norm whose standard deviation is held fixed."""
-    axes = tuple(range(-len(normalized_shape), 0))
+    axes = tuple(range(-len(shape), 0))
     variance = x.detach().var(axes, correction=0, keepdim=True)
     y = (x - x.mean(axes, keepdim=True)) * (variance + eps).rsqrt()
     y = y if weight is None else y * weight
@@ -69,12 +65,7 @@ def fixed_deviation(
 
 
 def fixed_group_deviation(
-    _: Function,
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
+    _: Function, x: Tensor, num_groups: int, weight: Parameter, bias: Parameter, eps: float
 ) -> Tensor:
     """Apply a group norm whose standard deviations are held fixed."""
     groups, shape = x.unflatten(1, (num_groups, -1)), (num_groups, -1, *[1] * (x.ndim - 2))
@@ -83,14 +74,10 @@ def fixed_group_deviation(
 
 
 def fixed_root(
-    normalize: Function,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    normalize: Function, x: Tensor, shape: Sequence[int], weight: Parameter, eps: float | None
 ) -> Tensor:
     """Apply an RMS norm whose root of the mean square is held fixed."""
-    y = fixed_ratio(normalize, x, normalized_shape, None, eps)
+    y = fixed_ratio(normalize, x, shape, None, eps)
     return y if weight is None else y * weight
 
 
@@ -115,12 +102,7 @@ def half_each(multiply: Function, x: Any, other: Any) -> Tensor:
 
 
 def terms_of_same_sign(
-    convolve: Function,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
+    convolve: Function, x: Tensor, weight: Tensor, bias: Parameter = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Convolve, with relevance only for terms that have the sign of their sum."""
     y = convolve(x, weight, bias, *args, **kwargs)
@@ -133,8 +115,8 @@ def scaled_terms(
     x: Tensor,
     mean: Tensor,
     variance: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Parameter,
+    bias: Parameter,
     **settings: Any,
 ) -> Tensor:
     """Apply the batch norm of a model in evaluation mode, as part of the convolution before it."""
@@ -168,6 +150,7 @@ class _SameSign(torch.autograd.Function):
         return share, share * y.sign()
 
 
+# torch passes all arguments of a norm, those without a default by position and the others by name.
 RULES: dict[Any, Function] = {
     F.scaled_dot_product_attention: fixed_weights,
     F.softmax: fixed_result,

@@ -29,16 +29,16 @@ class AttentionCallback(AttentionLog, Callback):  # type: ignore[misc]
 
 
 def _writers(trainer: Any) -> list[Any]:
-    return [each.experiment for each in trainer.loggers if isinstance(each, TensorBoardLogger)]
+    return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """Return the model in a module whose attention can be read; of several, that with gradients."""
+    """Return the model in a module whose attention can be read; of several, the trained one."""
     readable = {name: part for name, part in module.named_modules() if attention_model(part)}
     inner = {part for model in readable.values() for part in [*model.modules()][1:]}
-    found = {name: model for name, model in readable.items() if model not in inner}
-    trained = {k: v for k, v in found.items() if any(p.requires_grad for p in v.parameters())}
-    first, *others = trained or found or {"": module}
+    models = {name: model for name, model in readable.items() if model not in inner}
+    trained = {k: v for k, v in models.items() if any(p.requires_grad for p in v.parameters())}
+    first, *others = trained or models or {"": module}
     if others:
         raise ValueError(
             f"{', '.join([first, *others])} are all trained; choose the one to log, for example "

@@ -33,10 +33,10 @@ def _read(model: Any, inputs: Tensor) -> dict[str, Any]:
         output = model(pixel_values=inputs, output_attentions=True)
     finally:
         model.set_attn_implementation(kernel)
-    about = getattr(model.config, "vision_config", model.config)
-    grid = tuple(n // about.patch_size for n in inputs.shape[-2:])
+    config = getattr(model.config, "vision_config", model.config)
+    grid = tuple(n // config.patch_size for n in inputs.shape[-2:])
     prefix = output.attentions[0].shape[-1] - grid[0] * grid[1]
-    mean = prefix == 0 or getattr(about, "use_mean_pooling", False)
+    mean = prefix == 0 or getattr(config, "use_mean_pooling", False)
     mean = mean or type(model).__name__ == "CLIPForImageClassification"  # no setting says so
     return {
         "weights": output.attentions, "logits": output.get("logits"), "grid": grid,

@@ -63,8 +63,7 @@ def summaries(tag: str, record: Record) -> Summary:
     """Return a record as TensorBoard stores it: a value for the details, weights and features."""
     values = [_value(tag, "details", zlib.compress(details_json(record.details)))]
     if record.weights is not None:
-        data = encode_weights(record.weights)
-        values.append(_value(WEIGHTS_TAG.format(tag), "weights", data))
+        values.append(_value(WEIGHTS_TAG.format(tag), "weights", encode_weights(record.weights)))
     if record.features is not None:
         data = encode_weights(record.features.swapaxes(1, 2))
         values.append(_value(FEATURES_TAG.format(tag), "features", data, frames=record.frames))
@@ -111,17 +110,12 @@ def live_dtype(plugin_content: bytes, live: Live) -> Floats | None:
 
 
 def encode_weights(weights: np.ndarray) -> bytes:
-    """Return attention weights as a compressed npz file of 8-bit numbers.
+    """Return finite weights (L, H, N, N), or features (L, K, P), as an npz file of 8-bit numbers.
 
     Every row is divided by its largest absolute value, so a weight is off by at most 1/510 of it,
-    or 1/254 if there are negative weights.
-
-    Args:
-        weights: (L, H, N, N), finite. Rows need not sum to 1. Or features, (L, K, P).
-
-    Returns:
-        A file with "weights", (L, H, N, N) uint8, or int8 if any weight is negative, and "scale",
-        (L, H, N) float32: row i of a head is weights[l, h, i] * scale[l, h, i].
+    or 1/254 if there are negative weights. The file has "weights", (L, H, N, N) uint8, or int8 if
+    any is negative, and "scale", (L, H, N) float32: row i of a head is weights[l, h, i] *
+    scale[l, h, i].
     """
     dtype = np.uint8 if weights.min() >= 0 else np.int8
     scale = np.abs(weights).max(axis=-1).astype(np.float32) / np.iinfo(dtype).max
@@ -136,11 +130,7 @@ def encode_weights(weights: np.ndarray) -> bytes:
 
 
 def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Decode and check what `encode_weights` returned.
-
-    Returns:
-        Numbers (L, H, N, N), or (L, K, P), uint8 or int8, and scale (L, H, N), or (L, K), float32;
-        the weights are `numbers * scale[..., None]`.
+    """Decode and check what `encode_weights` returned: the numbers, and the scale of each row.
 
     Raises:
         ValueError: The data is damaged or has too many weights; one line.
@@ -154,20 +144,13 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
             codes, scale = (np.asarray(arrays[name]) for name in ("weights", "scale"))
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
         raise ValueError(f"{damaged}: {' '.join(str(error).split())}") from None
-    arrays_found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
     fits = codes.ndim >= 3 and scale.shape == codes.shape[:-1] and 0 < codes.size <= MAX_WEIGHTS
     if not fits or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
-        raise ValueError(f"{damaged}: {arrays_found}")
+        arrays = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
+        raise ValueError(f"{damaged}: {arrays}")
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
         raise ValueError(f"{damaged}: scale is negative or not finite")
     return codes, scale
-
-
-def problem_of(error: ValidationError) -> str:
-    """Return the first place that is not allowed, and why, as one line."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    message = " ".join(problem["msg"].removeprefix("Value error, ").split())
-    return f"{'.'.join(map(str, problem['loc'])) or 'record'}: {message}"
 
 
 def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str, most: int = MAX_DETAILS) -> T:
@@ -181,7 +164,10 @@ def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str, most: int = MAX
     except zlib.error as error:
         raise ValueError(f"{damaged}: {error}") from None
     except ValidationError as error:
-        raise ValueError(f"{damaged}: {problem_of(error)}") from None
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "record"
+        message = " ".join(problem["msg"].removeprefix("Value error, ").split())
+        raise ValueError(f"{damaged}: {place}: {message}") from None
 
 
 def _value(tag: str, part: Part, data: bytes, **about: str) -> Summary.Value:

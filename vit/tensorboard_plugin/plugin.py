@@ -219,10 +219,7 @@ def _at_step(datum: TensorDatum, data: bytes) -> tuple[dict[str, Any], dict[str,
 
 
 def _weights(question: Question) -> Answer:
-    """Return the weights of an image at a step, L*H*N*N uint8, then L*H*N float32.
-
-    A last byte says that the first L*H*N*N are int8.
-    """
+    """Return the weights of an image at a step, see `_numbers`."""
     details, tag = question.details(), question.asked["tag"]
     if (name := encoding.WEIGHTS_TAG.format(tag)) not in question.series:
         raise ValueError(f"no weights of {tag!r} are stored; the tab shows its maps only")
@@ -235,7 +232,7 @@ def _weights(question: Question) -> Answer:
 
 
 def _features(question: Question) -> Answer:
-    """Return features of an image, L*K*P numbers, or frames, L*K*D; in bytes as weights."""
+    """Return features of an image, L*K*P numbers, or frames, L*K*D, see `_numbers`."""
     tag = question.asked["tag"]
     if _part(question.series.get(tag)) != "features":
         raise ValueError(f"no features {tag!r} are stored; reload the page")
@@ -294,9 +291,8 @@ def _application(provider: Any, answer: Callable[[Question], Answer], content_ty
         except grpc.RpcError as error:
             reason = f"TensorBoard's data server failed ({error.code().name})"
             code, text = 503, f"{reason}; restart it with --load_fast=false"
-        return http_util.Respond(
-            request, {"error": shorten(text, LONGEST)}, "application/json", code=code
-        )
+        problem = {"error": shorten(text, LONGEST)}
+        return http_util.Respond(request, problem, "application/json", code=code)
 
     return application
 
@@ -317,6 +313,7 @@ def _part(series: TensorTimeSeries | None) -> encoding.Part | None:
 
 
 def _numbers(codes: np.ndarray, scale: np.ndarray) -> bytes:
+    """Join codes, uint8 or, if a last byte says so, int8, and scale, float32."""
     signed = b"\1" if codes.dtype.kind == "i" else b""
     return codes.tobytes() + scale.astype("<f4").tobytes() + signed
 

@@ -36,8 +36,7 @@ Index = Annotated[int, Field(ge=0, le=1_000_000)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # Stored with four significant digits.
 Finite = Annotated[Number, PlainSerializer(lambda value: float(f"{value:.4g}"))]
-# Rounding in float32 may lead just above 1.
-Fraction = Annotated[Finite, Field(ge=0, le=1.0001)]
+Fraction = Annotated[Finite, Field(ge=0, le=1.0001)]  # float32 may round to just above 1
 Heads = list[list[Fraction]]  # (L, H)
 
 
@@ -66,10 +65,10 @@ class Map:
 
 @dataclass(frozen=True, kw_only=True)
 class Lens:
-    """The classes as which the tokens of every layer would be read, and their probabilities.
+    """The classes that the tokens of every layer predict, and their probabilities.
 
-    Both are (L, 1 + N, k), best first: what the head reads after that layer, then all tokens; k is
-    the smaller of 3 and C.
+    Both are (L, 1 + N, k), best first, with k the smaller of 3 and C: for what the head reads after
+    that layer, then for each token.
     """
 
     classes: list[list[list[Index]]]
@@ -78,11 +77,7 @@ class Lens:
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """Everything about an image at a step but the attention weights.
-
-    Raises:
-        ValueError: A value is out of range, or the shapes contradict each other.
-    """
+    """Everything about an image at a step but the attention weights; errors as `Record`."""
 
     # The image as the model sees it: an RGB PNG file, see `image_url`.
     image: Annotated[str, Field(pattern=f"^{PNG_URL}[A-Za-z0-9+/]+=*$")]
@@ -112,17 +107,15 @@ class Details:
             raise ValueError(f"image is not a PNG file of {self.image_size} pixels")
         if math.prod(self.image_size) > MAX_PIXELS:
             raise ValueError(f"image_size: {self.image_size} is more than {MAX_PIXELS} pixels")
-        for name in ("entropy", "distance", "sink", "importance"):
-            values = getattr(self.statistics, name)
+        for name, values in vars(self.statistics).items():
             if values is not None:
                 _check_shape(name, values, (self.layers, self.heads))
-        for shown in self.maps:
-            _check_shape(f"map {shown.kind}", shown.values, (math.prod(self.grid),))
+        for heat in self.maps:
+            _check_shape(f"map {heat.kind}", heat.values, (math.prod(self.grid),))
         indices = [self.label, *(index for index, _ in self.top), *(m.target for m in self.maps)]
         largest = max((index for index in indices if index is not None), default=-1)
         if self.lens is not None:
-            best = min(LENS_CLASSES, len(self.classes))
-            shape = (self.layers, 1 + self.tokens, best)
+            shape = (self.layers, 1 + self.tokens, min(LENS_CLASSES, len(self.classes)))
             _check_shape("lens", self.lens.probabilities, shape)
             largest = max(largest, int(_check_shape("lens", self.lens.classes, shape).max()))
         if largest >= len(self.classes):
@@ -134,7 +127,7 @@ class Record:
     """What the Attention tab shows of one image at one step.
 
     Raises:
-        ValueError: A shape contradicts the details.
+        ValueError: A value is out of range, or the shapes contradict each other.
     """
 
     details: Details
@@ -154,7 +147,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSpec:
-    """What a model that runs in the page takes, and what it returns."""
+    """What a model that runs in the page takes and returns."""
 
     channels: Literal[1, 3]
     image_size: tuple[Count, Count]  # height and width of its images
@@ -215,7 +208,7 @@ def image_url(pixels: np.ndarray) -> str:
 
 
 def _check_shape(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Return nested lists as an array; a ValueError tells if they do not have the shape."""
+    """Return nested lists as an array; a ValueError if they do not have the shape."""
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
