@@ -60,8 +60,8 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
 
 def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
     """Draw accuracy over confidence, and images per bin, of `measure_calibration` by title."""
-    size, share = (4.6 * len(results), 5.2), {"sharex": True, "sharey": "row"}
-    figure, axes = _panels(size, 2, len(results), height_ratios=(3, 1), squeeze=False, **share)
+    size, shared = (4.6 * len(results), 5.2), {"sharex": True, "sharey": "row"}
+    figure, axes = _panels(size, 2, len(results), height_ratios=(3, 1), squeeze=False, **shared)
     for (upper, lower), (title, result) in zip(axes.T, results.items(), strict=True):
         bins = result["reliability"]
         upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="perfect")

@@ -29,7 +29,8 @@ class Interventions(nn.Module):
     prefix tokens, the mean of the remaining patches takes its place. Convolutions still read it:
     hide its pixels too if its neighbours are to know nothing of it.
 
-    Gates and patches of ones change no bit of what `forward_intermediates` returns.
+    The model is not changed. Gates and patches of ones change no bit of what
+    `forward_intermediates` returns.
 
     Raises:
         ValueError: The model's attention cannot be read.
