@@ -33,6 +33,12 @@ def machine() -> str:
     return f"{names[0]}, {max(1, len(names))} cores"
 
 
+def git(*words: str) -> str:
+    """Return what git prints about this repository."""
+    command = ["git", "-C", str(REPOSITORY), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def train(flags: list[str], seed: int, out: Path) -> tuple[float, float, float]:
     """Train a run; return its last accuracy in percent and loss, and the seconds it took."""
     words = ["--data.val_size", "5000", *flags, "--train.seed", str(seed), "--out", str(out)]
@@ -53,10 +59,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [train(flags, seed, Path(folder) / f"{seed}") for seed in given.seeds]
     accuracies, losses, seconds = zip(*runs, strict=True)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=REPOSITORY, check=True, capture_output=True, text=True,
-    ).stdout.strip()  # fmt: skip
+    commit = git("rev-parse", "--short", "HEAD")
+    commit += "-dirty" if git("status", "--porcelain", "--", "vit", "configs", "train.py") else ""
     numbers = [spread(accuracies), spread(losses, ".3f")] if len(runs) > 1 else [
         f"{accuracies[0]:.2f}", f"{losses[0]:.3f}"
     ]  # fmt: skip
