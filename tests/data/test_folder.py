@@ -463,10 +463,7 @@ def test_pages_are_bands_of_a_model_with_as_many_channels_else_pointed_out(
 
 
 def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = config(root, tmp_path / "run")
     with monkeypatch.context() as patch:

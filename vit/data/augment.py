@@ -1,8 +1,7 @@
 """Augmentation of whole batches on their device, with separate random parameters for each image.
 
 Shapes: B batch, C classes, H height, W width. Unless stated otherwise, images are (B, channels, H,
-W) of any dtype and the result has the same shape and dtype. All random numbers come from `draws`,
-which are for these images.
+W) of any dtype and the result has the same shape and dtype. `draws` are for these images.
 """
 
 import math
@@ -52,19 +51,13 @@ def augment(
     images = preprocess.normalize(images)
     if settings.erasing:
         images = random_erasing(images, settings.erasing, draws)
-    mixup, cutmix = (settings.mixup, settings.cutmix) if mixes else (0.0, 0.0)
-    if not mixup and not cutmix:
+    if not mixes or not (settings.mixup or settings.cutmix):
         return images, targets
-    if not cutmix:
-        weights = mixup_weights(images, mixup, draws)
-    elif not mixup:
-        weights = cutmix_weights(images, cutmix, draws)
-    else:
-        one = draws.uniform(0, 1) < 0.5
-        weights = torch.where(
-            one, mixup_weights(images, mixup, draws), cutmix_weights(images, cutmix, draws)
-        )
-    return mix(images, targets, weights)
+    both = settings.mixup and settings.cutmix
+    is_mixup = draws.uniform(0, 1) < 0.5 if both else None
+    kinds = (mixup_weights, settings.mixup), (cutmix_weights, settings.cutmix)
+    weights = [draw_weights(images, alpha, draws) for draw_weights, alpha in kinds if alpha]
+    return mix(images, targets, weights[0] if is_mixup is None else torch.where(is_mixup, *weights))
 
 
 def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:
@@ -119,13 +112,12 @@ def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Te
     fits = ((sides >= 1) & (free >= 0)).all(dim=-1, keepdim=True)
     first = fits.int().argmax(dim=1, keepdim=True)
     boxes = torch.cat([corners, sides], dim=-1).take_along_dim(first, dim=1)[:, 0]
-    tall = min(height, round(width * BOX_ASPECT))
-    wide = min(width, round(height * BOX_ASPECT))
+    tall, wide = min(height, round(width * BOX_ASPECT)), min(width, round(height * BOX_ASPECT))
     central = [(height - tall) // 2, (width - wide) // 2, tall, wide]
     # Numbers, not a tensor: copying one to a GPU would wait for it.
     columns = zip(boxes.unbind(dim=1), central, strict=True)
-    found = fits.any(dim=1).squeeze(1)
-    return torch.stack([torch.where(found, column, side) for column, side in columns], dim=1)
+    any_fits = fits.any(dim=1).squeeze(1)
+    return torch.stack([torch.where(any_fits, column, side) for column, side in columns], dim=1)
 
 
 def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
@@ -141,10 +133,7 @@ def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor
 
 
 def _resampling(start: Tensor, length: Tensor, pixels: int, target: int) -> Tensor:
-    """Return the weights of `pixels` in each of `target` pixels: (B, target, pixels).
-
-    Each box begins at pixel `start` (B,) and has `length` (B,) pixels.
-    """
+    """Return weights (B, target, pixels) of the pixels of boxes with `start` and `length` (B,)."""
     start, length = start[:, None, None], length[:, None, None]
     numbers = torch.arange(pixels, device=start.device) + 0.5 - start
     step = length / target
@@ -173,10 +162,9 @@ def random_erasing(images: Tensor, probability: float, draws: Draws) -> Tensor:
     at the border.
     """
     height, width = images.shape[2:]
-    area = draws.uniform(0.02, 0.33)
+    side = draws.uniform(0.02, 0.33).sqrt()
     longest = math.log(3.3) / 2
     stretch = draws.uniform(-longest, longest).exp()
-    side = area.sqrt()
     inside = _box(images, side * stretch * height, side / stretch * width, draws)
     erased = inside & (draws.uniform(0, 1) < probability)
     return torch.where(erased, draws.noise(images.shape[1:]), images)
@@ -200,7 +188,7 @@ def mix(images: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
     Images are paired two by two, as in timm, and the last of an odd number is mixed with the one
     before it. A batch is in random order, so the partner is random, and parts of a batch, each of
     an even number of images, are mixed like the whole batch. The weights (B, 1, H, W), 0 to 1, are
-    those of the image itself at each pixel; targets are weighted by their mean.
+    the image's own at each pixel; targets are weighted by their mean.
     """
     other = torch.arange(len(images), device=images.device) ^ 1
     other = torch.where(other < len(images), other, max(len(images) - 2, 0))
@@ -209,11 +197,7 @@ def mix(images: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
 
 
 def _box(images: Tensor, height: Tensor, width: Tensor, draws: Draws) -> Tensor:
-    """Place a box of given height and width, pixels (B, 1, 1, 1), at random: (B, 1, H, W) bool.
-
-    Its centre is anywhere in the image; parts outside are cut off.
-    """
+    """Return where a box of a height and width (B, 1, 1, 1) is, with a centre anywhere inside."""
     rows, columns = (torch.arange(n, device=images.device) + 0.5 for n in images.shape[2:])
-    down = draws.uniform(0, images.shape[2])
-    across = draws.uniform(0, images.shape[3])
+    down, across = (draws.uniform(0, n) for n in images.shape[2:])
     return ((rows[:, None] - down).abs() < height / 2) & ((columns - across).abs() < width / 2)

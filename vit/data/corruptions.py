@@ -24,6 +24,7 @@ from torch import Tensor
 from vit.data.severities import CORRUPTIONS
 from vit.seeding import fold_in
 
+Array: TypeAlias = np.ndarray
 Random: TypeAlias = np.random.Generator
 SMALL, LARGE = 32, 224  # pixels of the images that parameters are published for
 
@@ -50,23 +51,23 @@ def parameters(kind: str, severity: int, size: int) -> list[float]:
     return [float(np.interp(math.log(size), sizes, pair)) for pair in pairs]
 
 
-def gaussian_noise(x: np.ndarray, rng: Random, deviation: float) -> np.ndarray:
+def gaussian_noise(x: Array, rng: Random, deviation: float) -> Array:
     """Add normal noise to each value."""
     return x + rng.normal(scale=deviation, size=x.shape)
 
 
-def shot_noise(x: np.ndarray, rng: Random, photons: float) -> np.ndarray:
+def shot_noise(x: Array, rng: Random, photons: float) -> Array:
     """Count photons; a white pixel has `photons` of them on average."""
     return rng.poisson(photons * x) / photons
 
 
-def impulse_noise(x: np.ndarray, rng: Random, fraction: float) -> np.ndarray:
+def impulse_noise(x: Array, rng: Random, fraction: float) -> Array:
     """Set a fraction of the values to 0 or 1."""
     drawn = rng.random(x.shape)
     return np.where(drawn < fraction, drawn < fraction / 2, x)
 
 
-def defocus_blur(x: np.ndarray, rng: Random, radius: float, deviation: float) -> np.ndarray:
+def defocus_blur(x: Array, rng: Random, radius: float, deviation: float) -> Array:
     """Convolve with a disk that is itself blurred."""
     reach, blurred = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
     rows, columns = np.ogrid[-reach : reach + 1, -reach : reach + 1]
@@ -75,9 +76,7 @@ def defocus_blur(x: np.ndarray, rng: Random, radius: float, deviation: float) ->
     return ndimage.convolve(x, disk[None], mode="mirror")
 
 
-def glass_blur(
-    x: np.ndarray, rng: Random, deviation: float, reach: float, rounds: float
-) -> np.ndarray:
+def glass_blur(x: Array, rng: Random, deviation: float, reach: float, rounds: float) -> Array:
     """Blur, copy neighbours into pixels, and blur again.
 
     The published loop means to swap pixels; in NumPy it copies.
@@ -97,33 +96,31 @@ def glass_blur(
     return ndimage.gaussian_filter(x, deviations, mode="nearest")
 
 
-def motion_blur(x: np.ndarray, rng: Random, radius: float, deviation: float) -> np.ndarray:
+def motion_blur(x: Array, rng: Random, radius: float, deviation: float) -> Array:
     """Blur in a direction within 45° of the horizontal."""
     return _motion(x, radius, deviation, rng.uniform(-45, 45))
 
 
-def _motion(x: np.ndarray, radius: float, deviation: float, degrees: float) -> np.ndarray:
+def _motion(x: Array, radius: float, deviation: float, degrees: float) -> Array:
     """Blur with half a Gaussian in a direction, as ImageMagick does."""
     reach, angle = 2 * math.ceil(radius), math.radians(degrees)
     steps = np.arange(reach + 1)
     weights = np.exp(-((steps / deviation) ** 2) / 2)
-    rows, columns = (
-        reach + np.ceil(steps * part - 0.5).astype(int)
-        for part in (math.sin(angle), math.cos(angle))
-    )
+    direction = math.sin(angle), math.cos(angle)
+    rows, columns = (reach + np.ceil(steps * part - 0.5).astype(int) for part in direction)
     padded = np.pad(x, ((0, 0), (reach, reach), (reach, reach)), "edge")
     shifted = sliding_window_view(padded, x.shape[1:], (1, 2))[:, rows, columns]
     return _truncate(np.tensordot(weights / weights.sum(), shifted, (0, 1)))
 
 
-def zoom_blur(x: np.ndarray, rng: Random, count: float, largest: float) -> np.ndarray:
+def zoom_blur(x: Array, rng: Random, count: float, largest: float) -> Array:
     """Average the image with enlarged ones."""
     # The published factors are a little above these numbers, which decides how some are rounded.
     factors = np.linspace(1, largest + 1e-9, round(count))
     return (x + sum(_zoom(x, factor) for factor in factors)) / (len(factors) + 1)
 
 
-def _zoom(x: np.ndarray, factor: float) -> np.ndarray:
+def _zoom(x: Array, factor: float) -> Array:
     """Enlarge the centre of an image, as scipy.ndimage.zoom does, which takes longer."""
     size = x.shape[1:]
     kept = [math.ceil(round(n / factor, 9)) for n in size]
@@ -133,12 +130,12 @@ def _zoom(x: np.ndarray, factor: float) -> np.ndarray:
     return _centre(x, size)
 
 
-def _centre(x: np.ndarray, size: Sequence[int]) -> np.ndarray:
+def _centre(x: Array, size: Sequence[int]) -> Array:
     top, left = ((n - part) // 2 for n, part in zip(x.shape[1:], size, strict=True))
     return x[:, top : top + size[0], left : left + size[1]]
 
 
-def snow(x: np.ndarray, rng: Random, *values: float) -> np.ndarray:
+def snow(x: Array, rng: Random, *values: float) -> Array:
     """Whiten the image and add flakes: noise that is enlarged, cut off and blurred by motion."""
     mean, deviation, zoom, threshold, radius, blur, kept = values
     flakes = _zoom(rng.normal(mean, deviation, (1, *x.shape[1:])), zoom)
@@ -149,7 +146,7 @@ def snow(x: np.ndarray, rng: Random, *values: float) -> np.ndarray:
     return kept * x + (1 - kept) * white + flakes + flakes[:, ::-1, ::-1]
 
 
-def frost(x: np.ndarray, rng: Random, kept: float, ice: float) -> np.ndarray:
+def frost(x: Array, rng: Random, kept: float, ice: float) -> Array:
     """Lay a fractal with stars of six needles over the image, bluish if it has three channels."""
     length, degrees = max(1, min(x.shape[1:]) / 10), rng.uniform(0, 60)
     stars = (rng.random((1, *x.shape[1:])) < 0.05 / length).astype(float)
@@ -160,14 +157,14 @@ def frost(x: np.ndarray, rng: Random, kept: float, ice: float) -> np.ndarray:
     return kept * x + ice * layer * np.reshape(colour, (-1, 1, 1))
 
 
-def fog(x: np.ndarray, rng: Random, amount: float, decay: float) -> np.ndarray:
+def fog(x: Array, rng: Random, amount: float, decay: float) -> Array:
     """Add a fractal, and scale the image to its former maximum."""
     return (x + amount * _plasma(x.shape[1:], rng, decay)) * x.max() / (x.max() + amount)
 
 
-def _plasma(size: Sequence[int], rng: Random, decay: float) -> np.ndarray:
+def _plasma(size: Sequence[int], rng: Random, decay: float) -> Array:
     """Draw a fractal of a height and width, 0 to 1, with the diamond-square algorithm."""
-    field: np.ndarray = np.zeros((1, 1))
+    field: Array = np.zeros((1, 1))
     amplitude = 1.0
     diagonal = np.array([[1, 0, 1], [0, 0, 0], [1, 0, 1]]) / 4
     straight = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) / 4
@@ -182,22 +179,20 @@ def _plasma(size: Sequence[int], rng: Random, decay: float) -> np.ndarray:
     return field[: size[0], : size[1]]
 
 
-def brightness(x: np.ndarray, rng: Random, amount: float) -> np.ndarray:
+def brightness(x: Array, rng: Random, amount: float) -> Array:
     """Increase the value of hue, saturation and value."""
     value = x.max(axis=0)
     raised = np.minimum(value + amount, 1)
     return np.where(value > 0, x * raised / value.clip(1e-9), raised)
 
 
-def contrast(x: np.ndarray, rng: Random, factor: float) -> np.ndarray:
+def contrast(x: Array, rng: Random, factor: float) -> Array:
     """Move each value towards the mean of its channel."""
     mean = x.mean(axis=(1, 2), keepdims=True)
     return mean + factor * (x - mean)
 
 
-def elastic(
-    x: np.ndarray, rng: Random, length: float, deviation: float, shift: float
-) -> np.ndarray:
+def elastic(x: Array, rng: Random, length: float, deviation: float, shift: float) -> Array:
     """Move three points, then each pixel by a smooth field; in fractions of the shorter side."""
     size, side = x.shape[1:], min(x.shape[1:])
     corners = max(1, side // 3) * np.array([[1, 1], [-1, 1], [-1, -1]])
@@ -211,12 +206,12 @@ def elastic(
     return _sample(x, places + length * side * field, "reflect")
 
 
-def _sample(x: np.ndarray, places: np.ndarray, mode: str) -> np.ndarray:
+def _sample(x: Array, places: Array, mode: str) -> Array:
     """Interpolate each channel at rows and columns (2, H, W)."""
     return np.stack([ndimage.map_coordinates(c, places, order=1, mode=mode) for c in x])
 
 
-def pixelate(x: np.ndarray, rng: Random, fraction: float) -> np.ndarray:
+def pixelate(x: Array, rng: Random, fraction: float) -> Array:
     """Shrink and enlarge with Pillow's box filter."""
     (height, width), box = x.shape[1:], Image.Resampling.BOX
     small = max(1, int(fraction * width)), max(1, int(fraction * height))
@@ -224,7 +219,7 @@ def pixelate(x: np.ndarray, rng: Random, fraction: float) -> np.ndarray:
     return np.stack([np.asarray(image.resize((width, height), box)) for image in images]) / 255
 
 
-def jpeg(x: np.ndarray, rng: Random, quality: float) -> np.ndarray:
+def jpeg(x: Array, rng: Random, quality: float) -> Array:
     """Compress with Pillow, each channel on its own unless there are three."""
     images = _to_bytes(x).transpose(1, 2, 0)[None] if len(x) == 3 else _to_bytes(x)
     changed = []
@@ -234,10 +229,10 @@ def jpeg(x: np.ndarray, rng: Random, quality: float) -> np.ndarray:
     return np.moveaxis(changed[0], -1, 0) if len(x) == 3 else np.stack(changed)
 
 
-def _to_bytes(x: np.ndarray) -> np.ndarray:
+def _to_bytes(x: Array) -> Array:
     return np.rint(255 * x).astype(np.uint8)
 
 
-def _truncate(x: np.ndarray) -> np.ndarray:
+def _truncate(x: Array) -> Array:
     """Cut values to 0 to 1, and down to a 255th; 1e-6 makes up for rounding errors."""
     return np.floor(255 * x.clip(0, 1) + 1e-6) / 255

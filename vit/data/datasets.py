@@ -32,16 +32,15 @@ def open_images(
 
     With `data.on_bad_image` "skip", all files are decoded once to find those that cannot be read.
 
+    The images are in the data set's order and size; training images in files are shuffled with a
+    fixed seed.
+
     Args:
         data: The data set.
         train: Whether to find the training images rather than the test images.
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
         shared: Where the first of several processes puts which files it cannot read, so that all
             leave out the same, see `World.main_first`.
-
-    Returns:
-        The images in the data set's order and size; training images in files are shuffled with a
-        fixed seed.
 
     Raises:
         ValueError: The data or a package for it is missing, or no image of a class can be read.
@@ -75,12 +74,11 @@ def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
     note(f"skipped {count} that cannot be read: {names}")
     kept, _ = images.divide(torch.tensor(unreadable))
-    for name, number in zip(kept.classes, kept.class_counts(), strict=True):
-        if number == 0:
-            raise ValueError(
-                f"data.root: no image of class {name} in {images.folder} can be read ({names}); "
-                "replace them, or delete the class"
-            )
+    if 0 in (counts := kept.class_counts()):
+        raise ValueError(
+            f"data.root: no image of class {kept.classes[counts.index(0)]} in {images.folder} can "
+            f"be read ({names}); replace them, or delete the class"
+        )
     return kept
 
 
@@ -99,11 +97,11 @@ def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> 
 def fit_into_memory(
     sets: Sequence[ImageSet], memory_gb: float | None, device: torch.device = CPU
 ) -> bool:
-    """Tell whether the decoded images of some sets fit into the memory that is for them, in GB.
+    """Tell whether the decoded images of some sets fit into `memory_gb`, in GB (10^9 bytes).
 
-    None is a quarter of the free memory, divided by the number of processes that train together on
-    this machine, and at most a quarter of that of an accelerator that they move to. Sets that are
-    in memory already count as nothing.
+    None is a quarter of the free memory of this machine, divided by the number of processes that
+    train on it, or of the accelerator that the images move to, if less. Sets that are in memory
+    already count as nothing.
     """
     free = free_memory() / local_processes()
     if ask := getattr(torch.get_device_module(device), "mem_get_info", None):
@@ -132,7 +130,7 @@ def load_training(
         preprocess: Resizes the images; None is that of the data set.
         stored: Resizes the training images instead, see `Preprocess.stored`.
         check: Whether to decode images that are not kept in memory.
-        shared: As for `open_images`, of the training images, and whether they are in memory.
+        shared: As for `open_images`; also whether the images are in memory.
         device: Where images in memory will be moved.
 
     Raises:
@@ -151,12 +149,11 @@ def load_training(
     shared = {} if shared is None else shared
     if "in_memory" not in shared:
         shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
-    in_memory = shared["in_memory"]
     try:
-        if in_memory:
+        if shared["in_memory"]:
             training, held = training.in_memory(), held.in_memory()
         if check and data.on_bad_image == "error":
-            _require_readable(sets[2:] if in_memory else sets)
+            _require_readable(sets[2:] if shared["in_memory"] else sets)
     except ValueError:
         if check:
             _require_readable(sets)  # names the unreadable files of all sets
@@ -201,8 +198,8 @@ def _note_pages(images: ImageSet) -> None:
     with contextlib.suppress(Exception), open_image(getattr(file, "open", lambda: file)()) as photo:
         pages = getattr(photo, "n_frames", 1)
         if photo.format == "TIFF" and 1 < pages != images.images.shape[1]:
-            how = f"of which the first is read; --data.channels {pages} reads them as bands"
-            note(f"{images.name(0)} has {pages} pages, {how}")
+            hint = f"of which the first is read; --data.channels {pages} reads them as bands"
+            note(f"{images.name(0)} has {pages} pages, {hint}")
 
 
 def split_training(
@@ -213,7 +210,7 @@ def split_training(
     Arguments and errors as for `load_training`.
     """
     val_size, size, count = data.val_size, data.train_size, None
-    if data.spec.drawn and size is not None:  # as many are drawn as needed
+    if data.spec.drawn and size is not None:  # draws no more than needed
         val_size = held_out_beside(size, val_size)
         count = size + val_size
     images = open_images(data, True, count, shared)

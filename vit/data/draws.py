@@ -8,29 +8,24 @@ from torch import Tensor
 
 from vit.seeding import generator
 
+CPU = torch.device("cpu")
 NOISE_BLOCK = 32  # images whose noise one generator draws
 
 
 class Draws:
     """Draws random numbers for a part of a batch, the same as for the whole batch.
 
-    The numbers of all images are drawn, and those of the part are returned. So an image gets the
-    same numbers however the batch is divided among processes. In the shapes that the methods take,
-    -1 stands for the images, as in `Tensor.view`. Objects with the same seed, of 32 bits, and size
-    of the whole batch draw the same numbers.
+    The numbers of all images are drawn, and the part's are returned. So an image gets the same
+    numbers however the batch is divided among processes. They depend on the seed, of 32 bits, and
+    the size of the whole batch. In the shapes that the methods take, -1 stands for the images, as
+    in `Tensor.view`.
     """
 
     def __init__(
-        self,
-        seed: int,
-        batch_size: int,
-        part: slice | None = None,
-        device: torch.device | str = "cpu",
+        self, seed: int, batch_size: int, part: slice | None = None, device: torch.device = CPU
     ) -> None:
-        self.seed = seed
-        self.batch_size = batch_size
+        self.seed, self.batch_size, self.device = seed, batch_size, device
         self.part = range(batch_size)[part or slice(None)]
-        self.device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def uniform(self, low: float, high: float, shape: Sequence[int] = (-1, 1, 1, 1)) -> Tensor:
@@ -53,8 +48,8 @@ class Draws:
     def noise(self, shape: Sequence[int]) -> Tensor:
         """Draw standard normal numbers: (B, *shape); the same whenever it is called.
 
-        These are many, so each block of consecutive images has its own generator, and a process
-        draws only the blocks that its part touches.
+        Each block of consecutive images has its own generator, and a process draws only the blocks
+        that its part touches, because this takes time.
         """
         first, last = self.part.start // NOISE_BLOCK, (self.part.stop - 1) // NOISE_BLOCK
         blocks = []

@@ -7,14 +7,7 @@ import torch
 
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
-from vit.data.layout import (
-    content,
-    find_parts,
-    image_files,
-    is_image,
-    note_unused,
-    visible_folders,
-)
+from vit.data.layout import content, find_parts, image_files, is_image, note_unused, visible_folders
 
 
 def list_folder(data: DataConfig, train: bool) -> ImageSet:
@@ -39,10 +32,10 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     folders = [folder for part in parts for folder in visible_folders(part)]
     classes = sorted({folder.name for folder in folders})
     seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links there add nothing
-    found, others = zip(*(image_files(part / name, seen) for name in classes), strict=True)
+    images, others = zip(*(image_files(part / name, seen) for name in classes), strict=True)
     note_unused(part, [file for files in others for file in files], "not images")
     beside = [str(path) for path in sorted(part.iterdir()) if path.is_file()]
     note_unused(part, [*filter(is_image, beside)], "not in a class folder")
-    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, found))))
-    paths = [path for files in found for path in files]
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([*map(len, images)]))
+    paths = [path for files in images for path in files]
     return user_files(data, train, len(parts) == 1, root, paths, labels, classes)

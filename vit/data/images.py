@@ -22,6 +22,7 @@ from vit.data.layout import some
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class, together
 from vit.data.stream import ImageFile, ImageFiles, first_copies
+from vit.settings import require
 
 TEST_FRACTION = 0.2
 
@@ -128,18 +129,16 @@ def user_files(
 ) -> ImageSet:
     """Return a user's files as a set, after checks that all layouts share.
 
-    With `split`, it has only the part of the files that `data.test_fraction` decides on. The folder
-    may be moved. `listed` identifies the files and labels in the fingerprint; None is their names.
+    With `split`, it has only the part of the files that `data.test_fraction` decides on. `listed`
+    identifies the files and labels in the fingerprint; None is their names in the folder.
 
     Raises:
         ValueError: There are too few classes, or images of a class, or `data.test_fraction` is
             given although the files are not split.
     """
-    if not split and data.test_fraction is not None:
-        raise ValueError(
-            f"data.test_fraction: {data.test_fraction} is not allowed; it must be null, because "
-            f"{data.root} says which images are for testing"
-        )
+    allowed = f"null, because {data.root} says which images are for testing"
+    fraction = data.test_fraction
+    require(split or fraction is None, "data.test_fraction", fraction, allowed)
     if len(classes) < (2 if train or split else 1):
         raise ValueError(
             f"data.root: {folder} has {len(classes)} classes ({some(classes)}); a classifier needs "
@@ -165,7 +164,7 @@ def user_files(
         pairs = zip(paths, labels.tolist(), strict=True)
         lines = (f"{os.path.relpath(str(path), folder)}\0{label}\n" for path, label in pairs)
         listed = "".join(lines).encode(errors="surrogateescape")
-    fraction = (data.test_fraction or TEST_FRACTION) if split else None
+    fraction = (fraction or TEST_FRACTION) if split else None
     first = first_copies(paths)
     if len(first.unique()) < len(first):  # which older versions did not look for
         listed += first.numpy().tobytes()
@@ -177,5 +176,4 @@ def user_files(
     if fraction is None:
         return images
     choose = partial(fraction_per_class, fraction=fraction, seed=0, purpose="data.test_fraction")
-    test = together(labels, first, choose)
-    return images.divide(test)[0 if train else 1]
+    return images.divide(together(labels, first, choose))[0 if train else 1]

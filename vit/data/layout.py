@@ -1,8 +1,4 @@
-"""How a user's own images are laid out on disk.
-
-This module does not import torch, so the command line can recognize a folder before anything slow
-is imported.
-"""
+"""How a user's own images are laid out on disk; imported without torch, by the command line."""
 
 import functools
 import os
@@ -14,19 +10,19 @@ from pathlib import Path
 from vit.console import counted, note_once
 from vit.data.config import DataConfig
 
-# Of images, whatever is in them; other files are opened to see whether they are one.
+# Files with these are images; others are opened to see whether they are.
 IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
     ".gif", ".tga", ".avif", ".heic", ".heif",
 )  # fmt: skip
 SYSTEM_FILES = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
-# Folders, and words in a table's column "split". The first of TESTS that is there is for testing.
+# Folders, and words in a table's column "split"; the first of TESTS that exists is for testing.
 TRAIN, TESTS = "train", ("test", "val", "valid", "validation", "dev", "eval", "evaluation")
 PART = re.compile(
     rf"(?:\w+[_-])?({'|'.join((TRAIN, *TESTS))})(?:ing)?(?:[_-]?(?:set|data|images))?"
 )
-LISTED = 10  # at most so many names in a message
+LISTED = 10  # names in a message
 
 
 def is_visible(name: str) -> bool:
@@ -47,7 +43,7 @@ def _can_be_opened(path: str) -> bool:
     from vit.data.pixels import FORMATS
 
     formats = [name for name in FORMATS if name != "TGA"]  # which nothing at its start identifies
-    if not Path(path).is_file():  # but a pipe, which might never end
+    if not Path(path).is_file():  # a pipe might never end
         return False
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=formats):
@@ -72,8 +68,8 @@ def part_of(name: str) -> str | None:
 def find_parts(root: Path) -> list[Path]:
     """Return the folders of the training and the test images, or the one that is to be split.
 
-    A part contains class folders or shards; else its name is that of a class. train/ may be
-    missing, but a folder of test images must be beside it.
+    A part contains class folders or shards; other folders are classes. train/ may be missing, but
+    not the folder of test images.
     """
     folders, inner = visible_folders(root), root / "images"
     named = [(word, path) for path in folders if (word := part_of(path.name))]
@@ -98,17 +94,17 @@ def find_parts(root: Path) -> list[Path]:
             "two and move other folders away, or point --data.root at one to split it by "
             f"data.test_fraction; for classes, rename {names}"
         )
-    places = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
-    found = [places[TRAIN], places[tests[0]]]
-    if left := some(sorted(path.name for _, path in named if path not in found)):
-        note_once(f"{root}: {left} ignored; test images are in {places[tests[0]].name}")
-    while all([f.name for f in visible_folders(part)] == [part.name] for part in found):
-        found = [part / part.name for part in found]  # as some archives are unpacked
-    return found
+    folder_of = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
+    chosen = [folder_of[TRAIN], folder_of[tests[0]]]
+    if left := some(sorted(path.name for _, path in named if path not in chosen)):
+        note_once(f"{root}: {left} ignored; test images are in {chosen[1].name}")
+    while all([f.name for f in visible_folders(part)] == [part.name] for part in chosen):
+        chosen = [part / part.name for part in chosen]  # as some archives are unpacked
+    return chosen
 
 
 def recognize(root: Path) -> str | None:
-    """Return the value of data.name for images of the user's own, or None for anything else."""
+    """Return the value of data.name for a user's own images, or None for anything else."""
     if root.suffix.lower() == ".csv" and root.is_file():
         return "table"
     part = next(filter(Path.is_dir, find_parts(root)), root)
@@ -125,12 +121,12 @@ def recognize(root: Path) -> str | None:
 def check_stored(data: DataConfig, is_target: bool = True) -> None:
     """Check that a published data set is in data.root, or, if that is new or empty, may get there.
 
-    Whoever mistypes the path of their own images should not train on CIFAR-10 instead.
+    Users who mistype the path of their own images should not train on CIFAR-10 instead.
     """
     root, files = Path(data.root), data.spec.files
-    found = files and any(root.glob(files))
+    is_stored = files and any(root.glob(files))
     is_empty = not root.is_file() and not any(root.glob("*"))
-    if not (data.spec.own_files or found or (files and is_target and is_empty)):
+    if not (data.spec.own_files or is_stored or (files and is_target and is_empty)):
         raise ValueError(
             f"data.root: {root} does not contain {data.name} ({content(root)}); check the path, or "
             "train with --data.name folder, table or shards for images of your own (docs/data.md "
@@ -139,10 +135,7 @@ def check_stored(data: DataConfig, is_target: bool = True) -> None:
 
 
 def _has_image(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    with os.scandir(folder) as entries:
-        return any(is_image(entry.path) for entry in entries)
+    return folder.is_dir() and any(is_image(str(path)) for path in folder.iterdir())
 
 
 def visible_folders(folder: Path) -> list[Path]:
@@ -159,18 +152,18 @@ def image_files(folder: Path, seen: set[str] | None = None) -> tuple[list[str], 
     """List the image files in a folder and the folders below it, and the other visible files.
 
     Like torchvision's, the lists are sorted by folder, then by name. Wherever links lead, a folder
-    is listed once, and those in `seen`, by their real paths, which is extended, not at all.
+    is listed once. Folders whose real paths are in `seen` are not listed; the others are added.
     """
-    found, places = [], [str(folder)]
+    lists, queue = [], [str(folder)]
     seen = set() if seen is None else seen
     seen.discard(os.path.realpath(folder))
-    for place in places:  # the list grows
+    for place in queue:  # which grows
         if (real := os.path.realpath(place)) not in seen:
             seen.add(real)
             _, folders, files = next(os.walk(place), (place, [], []))
-            found.append((place, sorted(filter(is_visible, files))))
-            places += [f"{place}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
-    paths = [f"{place}{os.sep}{name}" for place, names in sorted(found) for name in names]
+            lists.append((place, sorted(filter(is_visible, files))))
+            queue += [f"{place}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
+    paths = [f"{place}{os.sep}{name}" for place, names in sorted(lists) for name in names]
     images = [path for path in paths if is_image(path)]
     return images, sorted({*paths} - {*images})
 

@@ -28,23 +28,20 @@ class TarMember(NamedTuple):
         return f"{self.name} in {self.shard}"
 
     def open(self) -> io.BytesIO:
-        """Read the content.
-
-        The tar file is opened anew for each image, which takes no time next to decoding.
-        """
-        with Path(self.shard).open("rb") as file:
-            file.seek(self.offset)
-            return io.BytesIO(file.read(min(self.size, 2**30)))  # a larger one is no photo
+        """Read the file."""
+        with Path(self.shard).open("rb") as shard:  # anew, which takes no time next to decoding
+            shard.seek(self.offset)
+            return io.BytesIO(shard.read(min(self.size, 2**30)))  # a larger one is no photo
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
     """List image files, and the image files in folders and the folders below them.
 
-    Of folders, hidden files are ignored, and others that are not images are named in a note. The
-    order is as given, that of a folder sorted; each file is listed once. The key of the names is
-    for error messages.
+    The order is as given, and sorted within a folder; each file is listed once. In folders, hidden
+    files are ignored, and others that are not images are named in a note. The key is for error
+    messages.
     """
-    found: dict[str, Path] = {}
+    photos: dict[str, Path] = {}
     for path in map(Path, names):
         if path.is_dir():
             images, others = image_files(path)
@@ -55,16 +52,16 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
             _require_file(path, key)
             images = [str(path)]
         for image in sorted(images):
-            found.setdefault(os.path.realpath(image), Path(image))
-    return list(found.values())
+            photos.setdefault(os.path.realpath(image), Path(image))
+    return list(photos.values())
 
 
 def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:
     """Turn a photo into Pillow images, upright, in the channels of a model, on white.
 
-    Grey and RGB are converted into each other as Pillow does. With any other number of channels,
-    they are the bands of the image as they are stored, e.g. RGBA. Values of 16 bits are
-    divided by 257 if one is above 255. Grey pages of a TIFF file are bands, if as many.
+    Grey and RGB are converted into each other as Pillow does. Any other number of channels must be
+    the bands of the image as they are stored, e.g. RGBA, or the grey pages of a TIFF file. Values
+    of 16 bits are divided by 257 if one is above 255.
 
     Args:
         photo: A file, a Pillow image, or an array (height, width) or (height, width, channels).
@@ -116,10 +113,10 @@ def _require_file(path: Path, key: str) -> None:
 def _read(file: Path | TarMember, channels: int) -> Bands:
     """Read a file, quietly where Pillow only warns, of damaged EXIF data, say."""
     try:
-        content = file if isinstance(file, Path) else file.open()
+        stream = file if isinstance(file, Path) else file.open()
         with warnings.catch_warnings(action="ignore"):
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with open_image(content) as image:
+            with open_image(stream) as image:
                 return bands_of(image, channels)
     except Unusable:
         raise

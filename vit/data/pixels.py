@@ -1,7 +1,7 @@
 """How an image file becomes the input of a model. Only Pillow and NumPy are needed.
 
-Training and prediction use this file. An exported model comes with a copy of it as preprocess.py,
-which ends with `load` for that model: it gives the array that the model gets here, bit for bit.
+An exported model comes with a copy of this file as preprocess.py, which ends with `load` for that
+model: it returns the array that the model gets here, bit for bit.
 
 Shapes: C channels, H height, W width.
 """
@@ -101,18 +101,16 @@ class ArrayPreprocess:
     def plan(self, height: int, width: int) -> tuple[tuple[slice, slice], tuple[int, int]]:
         """Return the rows and columns of a photo that are resized, and the size they get.
 
-        The size is what torchvision's Resize computes for one side: for a crop, the smallest n for
-        which Resize(n) covers the frame, for padding the largest for which Resize(None, max_size=n)
-        fits inside. For a square frame, n is its side.
+        The size is torchvision's: for a crop that of Resize(n) with the smallest n that covers the
+        frame, for padding that of Resize(None, max_size=n) with the largest n that fits inside.
         """
         tall, wide = (math.floor(n / self.crop_pct) for n in self.image_size)
         if self.fit == "squash":
             return (slice(0, height), slice(0, width)), (tall, wide)
-        turned = width < height
+        turned, cut = width < height, 0
         short, long = sorted((height, width))
         over, along = (wide, tall) if turned else (tall, wide)  # of the frame, in this order
         if self.fit == "pad":
-            cut = 0
             longer = min(along, ((over + 1) * long - 1) // short)
             shorter = max(1, longer * short // long)
         else:
@@ -171,6 +169,5 @@ def _upright(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", photo.size, "white")
         return Image.alpha_composite(white, photo).convert("RGB")
     photo.load()
-    return (
-        photo if photo.mode in ("L", "RGB") else photo.convert("L" if photo.mode == "1" else "RGB")
-    )
+    mode = "L" if photo.mode in ("1", "L") else "RGB"
+    return photo if photo.mode == mode else photo.convert(mode)

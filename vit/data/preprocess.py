@@ -19,7 +19,6 @@ from vit.data.pixels import ArrayPreprocess, offset
 
 # Training images that are cropped at random are stored larger by this factor, to keep detail.
 STORED_SCALE = 256 / 224
-
 MOST_PIXELS = 400_000_000  # of a photo that is resized
 FILTERS = "^(nearest|box|bilinear|hamming|bicubic|lanczos)$"  # of Pillow
 Side = Annotated[int, Field(ge=1, le=20_000)]  # pixels
@@ -29,8 +28,7 @@ Side = Annotated[int, Field(ge=1, le=20_000)]  # pixels
 class Preprocess(ArrayPreprocess):
     """Resize, crop and normalize images for one model, as tensors.
 
-    The attributes are those of `vit.data.pixels.ArrayPreprocess`; a ValueError tells if a value is
-    not allowed.
+    `vit.data.pixels.ArrayPreprocess` describes the attributes; invalid ones raise a ValueError.
     """
 
     image_size: tuple[Side, Side]
@@ -84,13 +82,11 @@ class Preprocess(ArrayPreprocess):
         return torch.from_numpy(self.resize_bands(to_bands(photo, self.channels, key)))
 
     def resize_all(self, images: Tensor) -> Tensor:
-        """Resize images (N, channels, height, width) uint8 as `resize` does: (N, C, H, W).
-
-        If nothing has to change, they are returned as they are.
-        """
-        if images.shape[1:] == (self.channels, *self.image_size):
+        """Resize images (N, channels, height, width) uint8 as `resize` does: (N, C, H, W)."""
+        shape = (self.channels, *self.image_size)
+        if images.shape[1:] == shape:
             return images
-        resized = torch.empty(len(images), self.channels, *self.image_size, dtype=torch.uint8)
+        resized = torch.empty(len(images), *shape, dtype=torch.uint8)
         for number, image in enumerate(images):
             resized[number] = self.resize(image.permute(1, 2, 0).cpu().numpy())
         return resized.to(images.device)

@@ -19,7 +19,7 @@ from vit.data.sampling import fraction_per_class
 from vit.data.stream import ImageFiles
 
 DIGITS_TEST_FRACTION = 0.2
-BRIGHTEST = 16  # pixel values are 0 to 16: how many of 4 x 4 smaller pixels are ink
+BRIGHTEST = 16  # of digits, whose values count the dark ones of 4 x 4 smaller pixels
 # Of CIFAR-10: files of training and test images, and the hash of each with batches.meta.
 CIFAR10_FILES = [f"data_batch_{n}" for n in range(1, 6)], ["test_batch"]
 CIFAR10_SHA256 = (
@@ -52,25 +52,25 @@ def read_torchvision(
     """Read or list the training or test images, downloading them if they are missing.
 
     `parts` has the arguments of torchvision's class for each part of the training images, and of
-    the test images. `read` returns images (N, channels, H, W) uint8 or N image files, and labels,
-    of a part. `place` says what is in data.root, for those who put files there by hand.
+    the test images. `read` returns the images (N, channels, H, W) uint8 or files of a part, and the
+    labels. `place` tells users who download files by hand what belongs into data.root.
     """
     from torchvision import datasets as tv
 
-    make, root = getattr(tv, name), Path(data.root)
+    dataset, root = getattr(tv, name), Path(data.root)
     problem = "data.download=false, so it was not downloaded"
     for download in (False, True)[: 1 + data.download]:
         if download:
-            places = [at for top in root.glob(data.spec.files) for at in (top, *top.rglob("*"))]
-            for link in filter(Path.is_symlink, places):  # torchvision would write through it
+            paths = (at for top in root.glob(data.spec.files) for at in (top, *top.rglob("*")))
+            for link in filter(Path.is_symlink, paths):  # torchvision would write through it
                 raise ValueError(f"data.root: {link} is a link; delete it to download {data.name}")
             say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
         try:
-            made = [make(root, **kind, download=download) for kind in parts[0 if train else 1]]
-            found = [read(part) for part in made]
-            labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
+            sets = [dataset(root, **part, download=download) for part in parts[0 if train else 1]]
+            images, numbers = zip(*map(read, sets), strict=True)
+            labels = torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in numbers])
             # SVHN's classes are the digits themselves.
-            classes = tuple(getattr(made[0], "classes", map(str, range(10))))
+            classes = tuple(getattr(sets[0], "classes", map(str, range(10))))
             if not 0 <= labels.min() <= labels.max() < len(classes):
                 raise ValueError("labels without a class")
             break
@@ -78,22 +78,22 @@ def read_torchvision(
             raise
         except Exception as error:  # damaged files lead to all kinds
             if download:
-                problem = f"downloading {getattr(make, 'url', 'it')}: {shorten(error, 100)}"
+                problem = f"downloading {getattr(dataset, 'url', 'it')}: {shorten(error, 100)}"
     else:
         raise ValueError(
             f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put {place} into "
             f"{root.resolve()}, or point --data.root at the folder that contains it; `make demo` "
             "needs no download."
         )
-    if isinstance(found[0][0], Tensor):
-        return ImageSet(found[0][0], labels, classes)
-    paths = tuple(str(path) for paths, _ in found for path in paths)
+    if isinstance(images[0], Tensor):
+        return ImageSet(images[0], labels, classes)
+    paths = tuple(str(path) for part in images for path in part)
     files = ImageFiles(paths, Preprocess.from_config(data), data.workers)
     return ImageSet(files, labels, classes, origins=paths, folder=str(root))
 
 
 def _cifar(part: Any) -> tuple[Tensor, list[int]]:
-    # Not a copy: torchvision's array is a view, with the channels last, of one with them first.
+    # Copies nothing: torchvision's array is a view of one whose channels come first.
     return torch.from_numpy(part.data.transpose(0, 3, 1, 2)).contiguous(), part.targets
 
 
@@ -105,7 +105,7 @@ def _svhn(part: Any) -> tuple[Tensor, np.ndarray]:
     return torch.from_numpy(part.data).contiguous(), part.labels
 
 
-def _files(part: Any) -> tuple[list[Path], list[int]]:
+def _files(part: Any) -> tuple[Sequence[Path], list[int]]:
     return getattr(part, "_image_files", None) or part._images, part._labels
 
 
@@ -134,4 +134,4 @@ def digits(data: DataConfig, train: bool) -> ImageSet:
     labels = torch.from_numpy(raw.target).long()
     chosen = torch.full((len(labels),), train)
     chosen[fraction_per_class(labels, DIGITS_TEST_FRACTION, 0, "digits")] = not train
-    return ImageSet(images[chosen], labels[chosen], tuple(str(name) for name in raw.target_names))
+    return ImageSet(images[chosen], labels[chosen], tuple(map(str, raw.target_names)))

@@ -1,8 +1,8 @@
 """RandAugment (arXiv 1909.13719) for whole batches on their device.
 
-Operations and magnitudes are those of torchvision's RandAugment, which processes one image at a
-time. Here each image of a batch gets other operations, unlike in kornia. Images are (B, channels,
-H, W) uint8, B batch, H height, W width, and so are the results.
+Operations and magnitudes are torchvision's, whose RandAugment processes one image at a time. Each
+image of a batch gets other operations, unlike in kornia. Images and results are (B, channels, H, W)
+uint8, B batch, H height, W width.
 """
 
 import math
@@ -37,7 +37,6 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
     from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
 
     strength = magnitude / STRONGEST
-    which = operations[:, None, None, None]
     # Every operation runs on every image and `where` keeps the right result, so that a GPU does not
     # have to tell the host which image needs which operation.
     planes = images.flatten(0, 1)[:, None]  # torchvision takes one or three channels
@@ -61,7 +60,8 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
         changed[name] = blended.clamp(0, 255).to(torch.uint8)
     result = warp(images, operations, strength, signs)
     for name, values in changed.items():
-        result = torch.where(which == OPERATIONS.index(name), values, result)
+        is_chosen = (operations == OPERATIONS.index(name))[:, None, None, None]
+        result = torch.where(is_chosen, values, result)
     return result
 
 
@@ -72,18 +72,15 @@ def warp(images: Tensor, operations: Tensor, strength: float, signs: Tensor) -> 
     rotation by 30 degrees.
     """
     height, width = images.shape[2:]
-    aspect = height / width
-    shear = 0.3 * strength
+    aspect, shear = height / width, 0.3 * strength
     shift_x, shift_y = (2 * int(strength * 150 / 331 * side) / side for side in (width, height))
-    turn = math.radians(30 * strength)
     zero = torch.zeros(len(images), device=images.device)
     amounts = {
         name: torch.where(operations == OPERATIONS.index(name), signs, zero)
         for name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
     }
-    angle = turn * amounts["rotate"]
-    # The source of each pixel, x and y from -1 to 1 whatever the sides; shearing keeps the upper
-    # left corner.
+    angle = math.radians(30 * strength) * amounts["rotate"]
+    # The source of each pixel, x and y from -1 to 1; shearing keeps the upper left corner.
     shear_x, shear_y = aspect * shear * amounts["shear_x"], shear / aspect * amounts["shear_y"]
     matrix = [
         [angle.cos(), -aspect * angle.sin() + shear_x, shear_x - shift_x * amounts["translate_x"]],

@@ -1,7 +1,7 @@
 """Which images are used when: subsets, splits and batches, as pure functions of seed and epoch.
 
 Labels are (N,) int64, 0 to C - 1, on any device. Subsets are ascending indices into them, int64 on
-the CPU; those for another purpose, a text, are independent.
+the CPU. Subsets for different purposes, named by a text, are independent.
 """
 
 import math
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vit.console import printable
 from vit.seeding import generator
+from vit.settings import require
 
 MAX_LISTED = 20  # classes whose image counts are listed one by one
 LARGE_SET = 10_000  # images from which on `HELD_OUT` are held out by default
@@ -57,10 +58,10 @@ def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str)
 
 
 def together(labels: Tensor, first: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
-    """Choose images by the labels of different ones, and their copies; first (N,) is of each copy.
+    """Choose images so that copies stay together: by the labels of the different images.
 
-    Copies with several labels are not chosen. A class without two different images of its own could
-    not be split, so its copies do not stay together.
+    first (N,) is the index of each image's first copy. Copies with several labels are not chosen. A
+    class without two different images could not be split, so its copies do not stay together.
     """
     own, mixed = torch.arange(len(labels)), torch.isin(first, first[labels != labels[first]])
     few = labels[(first == own) & ~mixed].bincount(minlength=len(labels))[labels] < 2
@@ -84,12 +85,9 @@ def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: i
         return fraction_per_class(labels, size, seed, "data.val_size")
     counts = labels.bincount(minlength=len(classes)).tolist()
     most = sum(max(n - 1, 0) for n in counts)
-    if size > most:
-        raise ValueError(
-            f"data.val_size: {size} is not allowed; it must be a fraction such as 0.1, or "
-            f"at most {most}, because every class keeps at least one training image "
-            f"({describe_counts(classes, counts)})"
-        )
+    reason = f"every class keeps at least one training image ({describe_counts(classes, counts)})"
+    allowed = f"a fraction such as 0.1, or at most {most}, because {reason}"
+    require(size <= most, "data.val_size", size, allowed)
     return stratified_subset(labels, int(size), seed, "data.val_size")
 
 
@@ -104,21 +102,18 @@ def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tens
     """Return a permutation (N,), and each image's number within its class and its class's size."""
     order = torch.randperm(len(labels), generator=generator(seed, purpose))
     _, label, sizes = labels.cpu()[order].unique(return_inverse=True, return_counts=True)
-    by_class = label.argsort(stable=True)
-    first = (sizes.cumsum(dim=0) - sizes)[label[by_class]]  # in by_class, of the same class
-    turn = torch.empty_like(order)
-    turn[by_class] = torch.arange(len(labels)) - first
-    return order, turn, sizes[label]
+    place = label.argsort(stable=True).argsort()  # of each image when they are sorted by class
+    return order, place - (sizes.cumsum(dim=0) - sizes)[label], sizes[label]
 
 
 def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
     """List the number of images of each class, or summarize them if there are many classes."""
     low, high = min(counts), max(counts)
-    if low == high:
-        return f"{low:,} in each of {len(classes)} classes"
-    if len(classes) > MAX_LISTED:
-        return f"{low:,} to {high:,} in each of {len(classes)} classes"
-    return ", ".join(f"{printable(name)} {n:,}" for name, n in zip(classes, counts, strict=True))
+    if low < high and len(classes) <= MAX_LISTED:
+        pairs = zip(classes, counts, strict=True)
+        return ", ".join(f"{printable(name)} {n:,}" for name, n in pairs)
+    span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return f"{span} in each of {len(classes)} classes"
 
 
 def divide_epoch(
@@ -126,10 +121,9 @@ def divide_epoch(
 ) -> tuple[int, int]:
     """Choose the number of steps in an epoch and of images in each.
 
-    In a set of at least 50 batches, an epoch leaves out the rest. In a smaller one, batches have
-    fewer images if necessary, so that an epoch uses all of them; they are a multiple of `parts`,
-    and of twice as many if `batch_size`, the largest number, is. A run that has begun keeps its
-    number of steps.
+    In a set of at least 50 batches, an epoch leaves out the remainder. In a smaller one, an epoch
+    uses all images, in batches of at most `batch_size`, a multiple of `parts`; of 2 `parts` if
+    `batch_size` is. A run that has begun keeps its number of `steps`.
     """
     if steps is None:
         large = num_images >= MANY_BATCHES * batch_size
@@ -141,23 +135,21 @@ def divide_epoch(
 
 
 def epoch_batches(num_images: int, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
-    """Shuffle the indices of all images and divide them into batches.
+    """Shuffle the indices of all images and divide them into batches: (steps, images per step).
 
-    Where these have room for more images, the last one is filled up with images of the first. The
-    shape is that of the result: steps, and images per step, see `divide_epoch`.
+    The last batch is filled up with images of the first.
     """
     order = torch.randperm(num_images, generator=generator(seed, "epoch", epoch))
     return order[torch.arange(math.prod(shape)) % num_images].view(shape)
 
 
 def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
-    """Draw an epoch in which every class is equally frequent, and divide it into batches.
+    """Draw batches in which every class is equally frequent: (steps, images per step).
 
-    It is a sequence of rounds, each with one image of every class in random order, so every batch
-    is balanced too, up to two images per class. A batch is in random order, so that neighbours, who
-    are mixed, may be of one class. A class takes its images in random order, and starts again in
-    another order when all have been taken. The shape is that of the result: steps, and images per
-    step, see `divide_epoch`.
+    The epoch is a sequence of rounds, each with one image of every class in random order, so every
+    batch is balanced too, up to two images per class. A batch is in random order, so that
+    neighbours, which are mixed, may be of one class. A class takes its images in random order, and
+    starts again in another order when all have been taken.
     """
     draw = generator(seed, "balanced epoch", epoch)
     labels = labels.cpu()
@@ -178,10 +170,10 @@ def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: i
 def class_weights(counts: Sequence[int]) -> Tensor:
     """Weigh classes by their inverse frequency, as scikit-learn's class_weight="balanced" does.
 
-    With N images, C classes and n_c >= 1 images of class c, its weight is N / (C n_c). Its mean
-    over the training images is 1, so the loss keeps its scale. With probabilities as targets,
-    `torch.nn.functional.cross_entropy` divides by the number of images, not by the sum of their
-    weights, so the mean over micro-batches or processes is that of the whole batch.
+    A class with n >= 1 of N images in C classes gets N / (C n). The mean over the training images
+    is 1, so the loss keeps its scale. With probabilities as targets, torch's `cross_entropy`
+    divides by the number of images, not by the sum of their weights, so the mean over micro-batches
+    or processes is that of the whole batch.
     """
     images = torch.tensor(counts, dtype=torch.float32)
     return images.sum() / (len(counts) * images)

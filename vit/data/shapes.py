@@ -1,8 +1,7 @@
 """The synthetic data set "shapes": ten kinds of object on textured clutter, drawn from a seed.
 
-It needs no download, so training and its tests run anywhere. Every image comes with the mask of its
-object, so an attention map can be compared with the object's true position. Position, size,
-rotation and colours are random: only the outline identifies the kind, not a pixel or a colour.
+It needs no download, and comes with the masks of the objects, with which attention maps can be
+compared. Position, size, rotation and colours are random: only the outline identifies the kind.
 """
 
 import math
@@ -25,7 +24,7 @@ TRAINING, TEST = 10_000, 2_000  # images drawn unless a number is given
 
 
 def read_shapes(data: DataConfig, train: bool, count: int | None) -> ImageSet:
-    """Draw the training or test images: as many as given, or 10,000 and 2,000."""
+    """Draw a number of training or test images; None is 10,000 and 2,000."""
     part, default = ("train", TRAINING) if train else ("test", TEST)
     images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", part))
     return ImageSet(images, labels, KINDS, masks)
@@ -69,16 +68,14 @@ def _draw_coverage(labels: Tensor, generator: Generator) -> Tensor:
     shape = (len(labels), 1)
     radius = _uniform(shape, *RADIUS, generator)
     # One pixel of margin on every side, so that no object touches the border.
-    centre_x = _uniform(shape, radius + 1, SIZE - 1 - radius, generator)
-    centre_y = _uniform(shape, radius + 1, SIZE - 1 - radius, generator)
+    centres = _uniform((2, *shape), radius + 1, SIZE - 1 - radius, generator)  # x and y
     angle = _uniform(shape, 0, 2 * math.pi, generator)
     grid = (torch.arange(SIZE * SUBSAMPLES) + 0.5) / SUBSAMPLES
-    across, down = (grid - centre_x) / radius, (grid - centre_y) / radius
-    turn = angle.cos(), angle.sin()
+    across, down = (grid - centres) / radius
     coverage = torch.empty(len(labels), SIZE, SIZE)
     for kind, inside in enumerate(_OUTLINES.values()):
         rows = labels == kind
-        dx, dy, cos, sin = (part[rows] for part in (across, down, *turn))
+        dx, dy, cos, sin = (part[rows] for part in (across, down, angle.cos(), angle.sin()))
         x = (cos * dx)[:, None, :] + (sin * dy)[:, :, None]
         y = (cos * dy)[:, :, None] - (sin * dx)[:, None, :]
         samples = (inside(x, y) > 0).float()[:, None]
@@ -96,8 +93,9 @@ def _draw_clutter(ground: Tensor, generator: Generator) -> Tensor:
         angle = _uniform((count, 1, 1), 0, math.pi, generator)
         half_length = _uniform((count, 1, 1), 1, 12, generator)
         half_width = _uniform((count, 1, 1), 0.5, 2.5, generator)
-        along = (pixel - x) * angle.cos() + (pixel[:, None] - y) * angle.sin()
-        across = (pixel[:, None] - y) * angle.cos() - (pixel - x) * angle.sin()
+        dx, dy = pixel - x, pixel[:, None] - y
+        along = dx * angle.cos() + dy * angle.sin()
+        across = dy * angle.cos() - dx * angle.sin()
         depth = torch.minimum(half_length - along.abs(), half_width - across.abs())
         # Blended by at most one half, so that no bar can be mistaken for the object.
         alpha = 0.5 * (depth + 0.5).clamp(0, 1)[:, None]

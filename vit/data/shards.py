@@ -15,18 +15,9 @@ import torch
 from tqdm import tqdm
 
 from vit.console import printable, rank, shorten
+from vit.data import layout
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
-from vit.data.layout import (
-    CLASSES_FILE,
-    IMAGE_SUFFIXES,
-    TRAIN,
-    content,
-    find_parts,
-    is_visible,
-    part_of,
-    tar_files,
-)
 from vit.data.photos import TarMember
 from vit.files import require_file
 
@@ -41,51 +32,50 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of tar shards, in the order of the shards and the members.
 
     `data.root` contains train/ and test/ (or val/) with the shards, or the shards themselves, which
-    `data.test_fraction` splits, and classes.txt, a class name per line, or has it beside it if it
-    is a part; without it, the labels are the names. test/ is enough to list the test images.
+    `data.test_fraction` splits; test/ is enough to list the test images. classes.txt, a class name
+    per line, is in it, or beside a part; without it, the labels are the names.
 
     Raises:
         ValueError: There are no shards or test images, a shard is not what it should be, or a label
             is too large; or as for `user_files`.
     """
     root = Path(data.root)
-    parts = find_parts(root)
+    parts = layout.find_parts(root)
     part = parts[0 if train else -1]
-    shards = tar_files(part)
+    shards = layout.tar_files(part)
     if not shards:
         raise ValueError(
-            f"data.root: {part} contains no shards ({content(part)}); data.name=shards needs "
-            "train/*.tar and test/*.tar, or *.tar, to be split by data.test_fraction"
+            f"data.root: {part} contains no shards ({layout.content(part)}); data.name=shards "
+            "needs train/*.tar and test/*.tar, or *.tar, to be split by data.test_fraction"
         )
-    if part == root and len({shard.name.lower().startswith(TRAIN) for shard in shards}) > 1:
+    if part == root and len({shard.name.lower().startswith(layout.TRAIN) for shard in shards}) > 1:
         raise ValueError(
             f"data.root: {part} contains shards of training images and others; move them to "
-            f"{part / TRAIN} and {part / 'test'}, so that they are not mixed"
+            f"{part / layout.TRAIN} and {part / 'test'}, so that they are not mixed"
         )
-    found = _index(shards)
-    lists = [at / CLASSES_FILE for at in (root, root.parent) if at == root or part_of(root.name)]
-    if file := next(filter(Path.is_file, lists), None):
+    images = _index(shards)
+    folders = (root, root.parent) if layout.part_of(root.name) else (root,)
+    if file := next(filter(Path.is_file, (path / layout.CLASSES_FILE for path in folders)), None):
         classes = _read_classes(file)
         known = list(range(len(classes)))
     else:
-        known = sorted({label for part in parts for _, label in _index(tar_files(part))})
+        known = sorted({label for part in parts for _, label in _index(layout.tar_files(part))})
         classes = [str(label) for label in known]
     numbers = {label: number for number, label in enumerate(known)}
-    for member, label in found:
+    for member, label in images:
         if label not in numbers:
             raise ValueError(
                 f"data.root: {member} has the label {label}, but {file} names {len(classes)} "
                 f"classes, 0 to {len(classes) - 1}; add names, or correct the labels"
             )
-    members, labels = zip(*found, strict=True)
+    members, labels = zip(*images, strict=True)
     targets = torch.tensor([numbers[label] for label in labels])
     sizes = "".join(f"{shard.name}\0{shard.stat().st_size}\n" for shard in shards)
-    listed = f"{sizes}{len(found)}\n".encode() + torch.tensor(labels).numpy().tobytes()
+    listed = f"{sizes}{len(images)}\n".encode() + torch.tensor(labels).numpy().tobytes()
     return user_files(data, train, len(parts) == 1, root, members, targets, classes, listed)
 
 
 def _read_classes(file: Path) -> list[str]:
-    """Read class names, one per line."""
     text = file.read_text(encoding="utf-8-sig", errors="surrogateescape")
     names = [line.strip() for line in text.rstrip().splitlines()]
     if "" in names or len({*names}) < len(names):
@@ -112,9 +102,9 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
             *folders, name = info.name.removeprefix("./").split("/")
             stem, _, suffix = name.partition(".")
             key, kind = "/".join([*folders, stem]), suffix.lower()
-            if not info.isreg() or not all(map(is_visible, [*folders, name])):
+            if not info.isreg() or not all(map(layout.is_visible, [*folders, name])):
                 continue
-            if f".{kind}" in IMAGE_SUFFIXES:
+            if f".{kind}" in layout.IMAGE_SUFFIXES:
                 if key in images:
                     raise _problem(shard, f"{key} has two images; {BELONG}")
                 name = printable(info.name)
@@ -123,13 +113,14 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
                 file.seek(info.offset_data)
                 labels[key] = file.read(min(info.size, 999)).decode(errors="replace").strip()
     if not images:
-        raise _problem(shard, f"no images in it ({', '.join(IMAGE_SUFFIXES)}); delete the shard")
+        suffixes = ", ".join(layout.IMAGE_SUFFIXES)
+        raise _problem(shard, f"no images in it ({suffixes}); delete the shard")
     for key in sorted(images.keys() ^ labels.keys()):
         raise _problem(shard, f"{key} has no {'label' if key in images else 'image'}; {BELONG}")
     for key, label in labels.items():
         if re.fullmatch("[0-9]{1,9}", label) is None:
-            what = f"is {shorten(label)!r}; it must be a whole number, 0 or more"
-            raise _problem(shard, f"the label in {key}.cls {what}")
+            problem = f"is {shorten(label)!r}; it must be a whole number, 0 or more"
+            raise _problem(shard, f"the label in {key}.cls {problem}")
     return [(image, int(labels[key])) for key, image in images.items()]
 
 
@@ -156,9 +147,9 @@ def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         if not rest or rest.strip(b"\0"):
             raise tarfile.ReadError("no end, or another tar file joined to it")
     except (tarfile.TarError, ValueError, OSError, OverflowError) as error:
-        what = f"cut or damaged after {last}" if last else "not an uncompressed tar file"
-        raise _problem(shard, f"{what} ({error}); copy or make it again") from None
+        problem = f"cut or damaged after {last}" if last else "not an uncompressed tar file"
+        raise _problem(shard, f"{problem} ({error}); copy or make it again") from None
 
 
-def _problem(shard: Path, what: str) -> ValueError:
-    return ValueError(f"data.root: {shard}: {printable(shorten(what, 900))}")
+def _problem(shard: Path, text: str) -> ValueError:
+    return ValueError(f"data.root: {shard}: {printable(shorten(text, 900))}")

@@ -1,11 +1,10 @@
 """Image files that are decoded when they are needed, by worker processes.
 
-The workers only decode and resize. Which images they decode, and in which order, is up to the
-caller, so their number changes nothing but the speed.
-
-Each worker has a pipe of its own, through which pickled arrays come back. So the limits of shared
-memory, sockets and open files do not matter, and each side notices when the other one ends. A
-DataLoader hands results over in a thread: where that fails, its worker lives on and all wait.
+The caller says which images the workers decode, and in which order, so their number changes nothing
+but the speed. Each worker has its own pipe, through which pickled arrays come back. So the limits
+of shared memory, sockets and open files do not matter, and each side notices when the other one
+ends. A DataLoader hands results over in a thread: where that fails, its worker lives on and all
+wait.
 
 Shapes: N images, B batch, C channels, H height, W width.
 """
@@ -48,11 +47,11 @@ Decoded = tuple[np.ndarray, dict[int, str]]
 def first_copies(files: Sequence[ImageFile | int]) -> Tensor:
     """Return for each file the index of the first with the same bytes, e.g. its link: (N,) int64.
 
-    Nothing is decoded, and files of a size of their own are not read. A number has no copies.
+    Nothing is decoded, and files of a unique size are not read. A number has no copies.
     """
     stats = [_stat(file) for file in files]
-    counts, pairs = Counter(size for size, _ in stats), zip(files, stats, strict=True)
-    keys = (_digest(file, at) if at[0] and counts[at[0]] > 1 else file for file, at in pairs)
+    sizes, pairs = Counter(size for size, _ in stats), zip(files, stats, strict=True)
+    keys = (_digest(file, at) if at[0] and sizes[at[0]] > 1 else file for file, at in pairs)
     first = dict[object, int]()
     return torch.tensor([first.setdefault(key, index) for index, key in enumerate(keys)])
 
@@ -60,16 +59,16 @@ def first_copies(files: Sequence[ImageFile | int]) -> Tensor:
 def _stat(file: ImageFile | int) -> tuple[int, int]:
     """Return the size and the time of change, where they are known."""
     if isinstance(file, str) and os.path.isfile(file):  # noqa: PTH113 - faster
-        at = os.stat(file)  # noqa: PTH116
-        return at.st_size, at.st_mtime_ns
+        stat = os.stat(file)  # noqa: PTH116
+        return stat.st_size, stat.st_mtime_ns
     return (file.size if isinstance(file, TarMember) else 0), 0
 
 
 @functools.cache  # images are listed several times in a run
 def _digest(file: ImageFile, stat: tuple[int, int]) -> object:
     try:
-        with Path(file).open("rb") if isinstance(file, str) else file.open() as content:
-            return hashlib.file_digest(content, "sha256").digest()
+        with Path(file).open("rb") if isinstance(file, str) else file.open() as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
     except OSError:  # which decoding reports
         return file
 
@@ -121,8 +120,7 @@ def _worker(preprocess: Preprocess) -> Iterator[tuple[multiprocessing.Process, C
 class ImageFiles:
     """Images that stay in their files and are decoded when they are needed.
 
-    Methods that decode raise a ValueError if a file cannot be read; `problems` and `decode_all` go
-    on.
+    Except for `problems` and `decode_all`, decoding raises a ValueError if a file cannot be read.
     """
 
     paths: tuple[ImageFile, ...]  # the N files, or members of tar files
@@ -171,7 +169,7 @@ class ImageFiles:
             _require_readable(problems.values())
             images = torch.from_numpy(pixels)
             if self.device.type == "cuda":
-                images = images.pin_memory()  # without which the copy is not asynchronous
+                images = images.pin_memory()  # or the copy would not be asynchronous
             yield images.to(self.device, non_blocking=True)
 
     def read(self) -> Tensor:

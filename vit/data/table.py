@@ -1,6 +1,7 @@
 """CSV tables of image files and their labels, one image per row."""
 
 import csv
+import itertools
 import os
 from pathlib import Path
 
@@ -19,9 +20,9 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of a table, in its order.
 
     `data.root` is a CSV file with a header, in UTF-8, whose paths are relative to its folder.
-    Images for validation are the test images where no others are named, and are left out otherwise.
+    Validation images are the test images where no others are named, and are left out otherwise.
     Without a column "split", `data.test_fraction` splits the images. Class names are sorted, as
-    numbers if they all are whole numbers.
+    numbers if all are whole numbers.
 
     Raises:
         ValueError: The table is missing or not of this form, a file is missing or listed twice; or
@@ -36,7 +37,7 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     split, test = parts <= {None}, next((name for name in TESTS if name in parts), "test")
     if left := some(sorted(part for part in parts - {TRAIN, test} if part)):
         note_once(f"{file}: rows of {left} ignored; test images are the rows of {test}")
-    wanted = None if split else TRAIN if train else test
+    wanted = None if split else (TRAIN if train else test)
     numbers = {label: number for number, label in enumerate(classes)}
     chosen = {path: numbers[label] for path, (label, part) in rows.items() if part == wanted}
     targets = torch.tensor([*chosen.values()], dtype=torch.int64)
@@ -56,40 +57,38 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
             stream.seek(0)
             delimiter = ";" if ";" in header and "," not in header else ","  # as some Excel writes
             reader = csv.DictReader(stream, delimiter=delimiter)
-            given = [name.strip().lower() for name in reader.fieldnames or []]
-            reader.fieldnames = columns = [ALSO.get(name, name) for name in given]
+            names = [name.strip().lower() for name in reader.fieldnames or []]
+            reader.fieldnames = columns = [ALSO.get(name, name) for name in names]
             for column in (PATH, LABEL, SPLIT):
-                same = [name for name in given if ALSO.get(name, name) == column]
-                if len(same) > 1:
+                if columns.count(column) > 1:
+                    same = " and ".join(n for n in names if ALSO.get(n, n) == column)
                     raise ValueError(
-                        f"data.root: {file} has the columns {' and '.join(same)}, which mean the "
-                        f"same ({column}); rename or delete all but one"
+                        f"data.root: {file} has the columns {same}, which mean the same "
+                        f"({column}); rename or delete all but one"
                     )
             if not {PATH, LABEL} <= {*columns}:
                 raise ValueError(
-                    f"data.root: {file} has the columns {some([shorten(name) for name in given])}"
-                    f"; expected are {PATH} (or file, filename or image), {LABEL} and, optionally, "
-                    f"{SPLIT} (or part or subset)"
+                    f"data.root: {file} has the columns {some([*map(shorten, names)])}; expected "
+                    f"are {PATH} (or file, filename or image), {LABEL} and, optionally, {SPLIT} "
+                    "(or part or subset)"
                 )
             for record in reader:
                 values = {name: (record[name] or "").strip() for name in columns}
                 path = str(file.parent / os.path.expanduser(values[PATH]))  # noqa: PTH111 - no error
-                place = os.path.realpath(path)
+                target, split = os.path.realpath(path), values.get(SPLIT)
+                part, missing = part_of(split or ""), not Path(path).is_file()
+                unknown = split is not None and part is None
                 problems = {
                     "more values than the header has columns": None in record,
                     "the label is empty": not values[LABEL],
-                    f"{path} is listed twice, perhaps as a link": place in seen,
-                    f"{path}: file not found; paths are relative to the table": not Path(
-                        path
-                    ).is_file(),
-                    f"split is {shorten(values.get(SPLIT))!r}; it must be train, val or test": (
-                        part_of(values.get(SPLIT, TRAIN)) is None
-                    ),
+                    f"{path} is listed twice, perhaps as a link": target in seen,
+                    f"{path}: file not found; paths are relative to the table": missing,
+                    f"split is {shorten(split)!r}; it must be train, val or test": unknown,
                 }
-                for problem in (words for words, wrong in problems.items() if wrong):
+                for problem in itertools.compress(problems, problems.values()):
                     raise ValueError(f"data.root: {file}, line {reader.line_num}: {problem}")
-                seen.add(place)
-                rows[path] = values[LABEL], part_of(values.get(SPLIT, ""))
+                seen.add(target)
+                rows[path] = values[LABEL], part
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"data.root: {file} is not a CSV file in UTF-8 ({error})") from None
     return rows

@@ -1,8 +1,8 @@
 """Starting the processes of a run on a CPU: one per core, which share every batch.
 
-Threads that share an operation wait for each other hundreds of times per step. Next to another busy
-program, each wait can last until the scheduler runs the slowest thread again, and training slows to
-a fraction of its speed. Processes that share a batch wait for each other once per step.
+Threads that share an operation wait for each other hundreds of times per step, each time until the
+scheduler runs the slowest one, so next to another busy program training slows to a fraction of its
+speed. Processes that share a batch wait for each other once per step.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.multiprocessing.spawn import start_processes
@@ -28,15 +28,15 @@ from vit.hardware import cores_to_use
 
 PATIENCE = 10  # seconds in which the other processes end after the first one, or after a failure
 LOOPBACK = ("lo", "lo0")  # on Linux and macOS
+Errors: TypeAlias = "SimpleQueue[Exception]"
 
 
 @contextlib.contextmanager
 def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[None]:
-    """Call a function in other processes of this machine, while this one does the same.
+    """Call a function in the other ones of `count` processes, while this one does the same.
 
-    They are `count` processes, this one included, and each gets an equal part of the cores. This
-    process is the first one, so that it writes, prints, and ends with the exit code of the run.
-    Where torchrun has started the processes, none are started here.
+    Each process gets an equal part of the cores. This one is the first, so that it writes, prints,
+    and ends with the exit code of the run. Under torchrun, which has started all, none are started.
 
     Raises:
         ValueError: Another process was killed, or has failed with this error.
@@ -56,15 +56,12 @@ def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[No
         return
     torch.set_num_threads(1)  # a copy of this process has none of its threads
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            MEETING: f"file://{folder}/meeting",
-        }
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+        os.environ[MEETING] = f"file://{folder}/meeting"
         loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
         if loopback:  # the processes need no network
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-        with _others(count - 1, threads, work, args):
+        with _others(count - 1, threads, work, *args):
             torch.set_num_threads(threads)
             yield
 
@@ -74,7 +71,7 @@ def _others(count: int, *args: Any) -> Iterator[None]:
     """Call `_run` in `count` other processes while this one, the first, does something."""
     # A copy of this process has imported everything. Elsewhere, copies are not safe.
     method = "fork" if sys.platform == "linux" else "spawn"
-    errors: SimpleQueue[Exception] = multiprocessing.get_context(method).SimpleQueue()
+    errors: Errors = multiprocessing.get_context(method).SimpleQueue()
     context = start_processes(_run, (errors, *args), count, join=False, start_method=method)
     try:
         yield
@@ -87,17 +84,8 @@ def _others(count: int, *args: Any) -> Iterator[None]:
             process.kill()
 
 
-def _run(
-    index: int,
-    errors: "SimpleQueue[Exception]",
-    threads: int,
-    work: Callable[..., object],
-    args: tuple[Any, ...],
-) -> None:
-    """Call a function in one of the other processes; the first process has number 0.
-
-    An error that the first process has as well is reported by that one, so it is only passed on.
-    """
+def _run(index: int, errors: Errors, threads: int, work: Callable[..., object], *args: Any) -> None:
+    """Call a function in one of the other processes, and pass an error on to the first one."""
     os.environ |= {"RANK": str(index + 1), "LOCAL_RANK": str(index + 1)}
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the first process has died
     torch.set_num_threads(threads)
@@ -111,7 +99,7 @@ def _run(
         raise SystemExit(1) from None
 
 
-def _report_end(processes: list[BaseProcess], errors: "SimpleQueue[Exception]") -> None:
+def _report_end(processes: list[BaseProcess], errors: Errors) -> None:
     """Raise the error with which another process has ended, or that it was killed."""
     wait([process.sentinel for process in processes], PATIENCE)
     if not errors.empty():

@@ -6,13 +6,12 @@
 - `shard`: `fully_shard` (FSDP2; ZeRO stage 3, arXiv 1910.02054). Each process holds a part of every
   weight, its gradient and its optimizer state, and gathers a block's weights when it computes it.
 
-torch's modules for sharding are imported where a model is sharded, because that takes half a
-second.
+torch's modules for sharding are imported late, because that takes half a second.
 """
 
 import copy
 import warnings
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +24,11 @@ BYTES_PER_WEIGHT = 16  # weight, gradient and two moments of AdamW, float32 each
 MOST_MEMORY = 0.5  # fraction of a device's memory for them, above which `auto` shards
 
 
-def shards(
-    choice: Literal["auto", "replicate", "shard"],
-    world: World,
-    device: torch.device,
-    num_weights: int,
-) -> bool:
+def shards(choice: str, world: World, device: torch.device, num_weights: int) -> bool:
     """Decide whether the processes of a run shard its model; a single one has the whole model.
 
-    For a choice of "auto", they do if the weights, gradients and optimizer state take more than
-    half of an accelerator's memory.
+    The choice is "replicate", "shard" or "auto", which shards if weights, gradients and optimizer
+    state take more than half of an accelerator's memory.
     """
     if world.size == 1 or choice != "auto" or device.type == "cpu":
         return world.size > 1 and choice == "shard"
@@ -47,10 +41,10 @@ def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> Non
     """Shard a model in place, and move its weights to a type of device.
 
     Each encoder block, in `blocks` if there are any, is sharded on its own, and the rest together.
-    While a block computes, its weights are whole and have the given precision. Those outside of
-    blocks, which are few, and of blocks with batch norm stay float32, which torch's operations on
-    them want. Gradients are added in float32. The weights must be the same in all processes when
-    this is called. Buffers stay whole in each process.
+    While a block computes, its weights are whole and have the given precision. Weights outside of
+    blocks, which are few, and of blocks with batch norm stay float32, as torch's operations need.
+    Gradients are added in float32. Buffers stay whole in each process. The weights must be the same
+    in all processes when this is called.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -68,15 +62,17 @@ def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> Non
 
 
 def replicate(forward: nn.Module, unused: bool = False) -> DistributedDataParallel:
-    """Let the gradients of a model, possibly compiled, be averaged in its backward pass."""
+    """Average the gradients of a model, possibly compiled, in its backward pass.
+
+    `unused` tells whether the logits may not depend on some of the parameters.
+    """
     with warnings.catch_warnings():  # torch 2.15 has a new name for it, which 2.11 does not know
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(
             forward,
-            # Batch norm uses the statistics of a process's own images.
-            broadcast_buffers=False,
+            broadcast_buffers=False,  # batch norm uses the statistics of a process's own images
             gradient_as_bucket_view=True,
-            find_unused_parameters=unused,  # some, which the logits do not depend on
+            find_unused_parameters=unused,
         )
 
 

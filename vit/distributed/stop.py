@@ -34,7 +34,7 @@ class StopRequest:
     def agreed(self, world: World) -> bool:
         """Tell whether any process was asked to stop; all processes call this between steps."""
         # A signal that arrives during the exchange counts at the next step, in all processes.
-        heard = int(world.largest(torch.tensor(self.signal))) if world.size > 1 else self.signal
+        heard = int(world.largest(torch.tensor(self.signal)))
         self.signal = heard or self.signal
         return heard != 0
 
@@ -72,19 +72,18 @@ class StopRequest:
         second signal is ignored; torchrun itself ends processes that take too long.
         """
         if os.getpid() != self._process:
-            return  # a worker that has just been forked, and leaves signals to its parent
+            return  # a worker that has just been forked leaves signals to its parent
         alone = not under_torchrun()
-        for each in STOPPING:
-            signal.signal(each, signal.SIG_DFL if alone else signal.SIG_IGN)
+        for stopping in STOPPING:
+            signal.signal(stopping, signal.SIG_DFL if alone else signal.SIG_IGN)
         self.signal = number
         if not self._deferred:
             raise Stopped
         typed = alone and number == signal.SIGINT
-        again = "; press Ctrl-C again to stop immediately" if typed else ""
+        hint = "; press Ctrl-C again to stop immediately" if typed else ""
         if rank() == 0:
-            with contextlib.suppress(OSError):
-                # Not print, because the signal may have interrupted a print.
-                os.write(2, f"\nfinishing this step{again}\n".encode())
+            with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
+                os.write(2, f"\nfinishing this step{hint}\n".encode())
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The processes that share the batches of a run, and the communication between them.
 
 `vit.distributed.launch` or torchrun starts them, and describes them in the environment variables
-RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. A single process communicates with nobody.
+RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 """
 
 import contextlib
@@ -41,9 +41,8 @@ class World:
     def average(self, tensors: list[Tensor]) -> None:
         """Average tensors of one dtype over the processes, in place and in one exchange.
 
-        All tensors are averaged together and in the same order at every step, so that a resumed run
-        adds them in the same order as an uninterrupted one. DistributedDataParallel reorders
-        gradients after its first step.
+        They are added in the same order at every step, so that a resumed run repeats an
+        uninterrupted one. DistributedDataParallel reorders gradients after its first step.
         """
         if self.size > 1:
             mean = torch.cat([tensor.flatten() for tensor in tensors])
@@ -69,8 +68,7 @@ class World:
     def main_first(self) -> Iterator[dict[str, Any]]:
         """Let the main process do something before the others, such as downloading files.
 
-        Yields:
-            What the main process shares: it fills the dictionary, and the others get it filled.
+        The main process fills the dictionary, and the others get it filled.
 
         Raises:
             SystemExit: In the other processes, with 2 if the main process fails with a ValueError
@@ -100,19 +98,16 @@ class ConnectionLost(Exception):
 
 @contextlib.contextmanager
 def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
-    """Connect to the other processes that train together, if there are any.
-
-    A process waits `timeout_minutes` for another one before it gives up.
+    """Connect to the other processes of the run, and wait at most `timeout_minutes` for each.
 
     Raises:
         ConnectionLost: On leaving, if the code inside failed because another process did.
         ValueError: The network interface through which the processes communicate is down.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size, backend = int(os.environ.get("WORLD_SIZE", "1")), "gloo"
     if size == 1:
         yield World()
         return
-    backend = "gloo"
     if device.type != "cpu":
         local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
         if local >= count:
@@ -123,8 +118,8 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     timeout = timedelta(minutes=timeout_minutes)
-    # The store that torchrun keeps for processes has the addresses of those before a restart
-    # (https://github.com/pytorch/pytorch/issues/135712). The count of restarts differs between
+    # The store that torchrun keeps still has the addresses of the processes before a restart
+    # (https://github.com/pytorch/pytorch/issues/135712). The number of restarts differs between
     # hosts, so it only helps if there is one.
     one_host = os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
@@ -137,20 +132,22 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         )  # fmt: skip
         yield World(rank(), size)
     except Exception as error:
-        is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        message = str(error).lower()
+        is_gloo = isinstance(error, RuntimeError) and "gloo" in message
         if not isinstance(error, dist.DistError) and not is_gloo:
             raise
-        if "unable to find address" in str(error).lower():
+        if "unable to find address" in message:
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this host")
             raise ValueError(
                 f"train.processes: the network interface {interface}, through which the processes "
                 "communicate, is down or missing; bring it up, or use --train.processes 1"
             ) from error
-        text = "another process of the run has ended, or its machine"
-        if "timed out" in str(error).lower():
-            minutes = f"{timeout_minutes:g} minutes"
-            text = f"train.timeout_minutes: another process has not answered for {minutes}"
-        raise ConnectionLost(f"{text}; rerun the command to resume, without --overwrite") from error
+        problem = "another process of the run has ended, or its machine"
+        if "timed out" in message:
+            setting = "train.timeout_minutes"
+            problem = f"{setting}: another process has not answered for {timeout_minutes:g} minutes"
+        hint = "rerun the command to resume, without --overwrite"
+        raise ConnectionLost(f"{problem}; {hint}") from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
