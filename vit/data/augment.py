@@ -32,7 +32,6 @@ def augment(
         images: (B, channels, height, width) uint8, of any size with resized crops, else H x W.
         targets: (B, C) float, probabilities of the classes.
         preprocess: Gives H and W, and normalizes the images.
-        draws: Random numbers for these images, on their device.
         settings: What to do. With both mixup and cutmix, each image gets one of the two.
         mixes: Whether to use mixup and cutmix.
 
@@ -57,7 +56,9 @@ def augment(
     is_mixup = draws.uniform(0, 1) < 0.5 if both else None
     kinds = (mixup_weights, settings.mixup), (cutmix_weights, settings.cutmix)
     weights = [draw_weights(images, alpha, draws) for draw_weights, alpha in kinds if alpha]
-    return mix(images, targets, weights[0] if is_mixup is None else torch.where(is_mixup, *weights))
+    if is_mixup is not None:
+        weights = [torch.where(is_mixup, weights[0], weights[1])]
+    return mix(images, targets, weights[0])
 
 
 def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:
@@ -94,12 +95,10 @@ def random_resized_crop(
 
 
 def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Tensor:
-    """Draw a box in each image: uniform in area and, on a log scale, in aspect ratio, 3/4 to 4/3.
+    """Draw boxes: top, left, height and width in pixels, whole numbers (B, 4) float.
 
-    Like torchvision, ten boxes are tried, and the largest central one is taken if none fits.
-
-    Returns:
-        (B, 4) float, whole numbers: top, left, height and width in pixels.
+    Area and, on a log scale, aspect ratio, 3/4 to 4/3, are uniform. Like torchvision, try ten boxes
+    for each image, and take the largest central one if none fits.
     """
     height, width = images.shape[2:]
     drawn = draws.uniform(0, 1, (-1, 10, 4))
@@ -158,8 +157,7 @@ def shrink(images: Tensor, size: tuple[int, int]) -> Tensor:
 def random_erasing(images: Tensor, probability: float, draws: Draws) -> Tensor:
     """Overwrite a random rectangle of normalized images with noise (arXiv 1708.04896).
 
-    The rectangle covers 2 to 33% of the image, has an aspect ratio of up to 3.3, and may be cut off
-    at the border.
+    It covers 2 to 33% of the image, with an aspect ratio of up to 3.3, and may be cut off.
     """
     height, width = images.shape[2:]
     side = draws.uniform(0.02, 0.33).sqrt()
@@ -186,9 +184,9 @@ def mix(images: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
     """Blend each image and its target (B, C) with a neighbour in the batch and its target.
 
     Images are paired two by two, as in timm, and the last of an odd number is mixed with the one
-    before it. A batch is in random order, so the partner is random, and parts of a batch, each of
-    an even number of images, are mixed like the whole batch. The weights (B, 1, H, W), 0 to 1, are
-    the image's own at each pixel; targets are weighted by their mean.
+    before it. A batch is in random order, so partners are random, and its parts, of an even number
+    of images each, are mixed like the whole. The weights (B, 1, H, W), 0 to 1, are the image's own
+    at each pixel; targets are weighted by their mean.
     """
     other = torch.arange(len(images), device=images.device) ^ 1
     other = torch.where(other < len(images), other, max(len(images) - 2, 0))

@@ -77,10 +77,7 @@ def defocus_blur(x: Array, rng: Random, radius: float, deviation: float) -> Arra
 
 
 def glass_blur(x: Array, rng: Random, deviation: float, reach: float, rounds: float) -> Array:
-    """Blur, copy neighbours into pixels, and blur again.
-
-    The published loop means to swap pixels; in NumPy it copies.
-    """
+    """Blur, copy neighbours into pixels (the published loop means to swap them), and blur again."""
     (height, width), reach, deviations = x.shape[1:], round(reach), (0, deviation, deviation)
     x = _truncate(ndimage.gaussian_filter(x, deviations, mode="nearest"))
     numbers = np.arange(height * width).reshape(height, width)

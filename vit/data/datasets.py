@@ -1,7 +1,7 @@
 """Loading data sets: training, held-out and test images, in memory or in their files."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -30,17 +30,15 @@ def open_images(
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
-    With `data.on_bad_image` "skip", all files are decoded once to find those that cannot be read.
-
-    The images are in the data set's order and size; training images in files are shuffled with a
-    fixed seed.
+    They have the data set's order and size; training images in files are shuffled with a fixed
+    seed. With `data.on_bad_image` "skip", all files are decoded once to find unreadable ones.
 
     Args:
         data: The data set.
-        train: Whether to find the training images rather than the test images.
+        train: Whether to find the training images.
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
-        shared: Where the first of several processes puts which files it cannot read, so that all
-            leave out the same, see `World.main_first`.
+        shared: Where the first of several processes puts the numbers of unreadable files, so that
+            all leave out the same, see `World.main_first`.
 
     Raises:
         ValueError: The data or a package for it is missing, or no image of a class can be read.
@@ -85,7 +83,7 @@ def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
 def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> ImageSet:
     """Load the test images of a data set into memory, or leave them in their files if too large.
 
-    They get the size of `preprocess`, or that of the data set.
+    They get the size of `preprocess`, or else the data set's.
 
     Raises:
         ValueError: As for `open_images`; or an image cannot be read.
@@ -95,13 +93,12 @@ def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> 
 
 
 def fit_into_memory(
-    sets: Sequence[ImageSet], memory_gb: float | None, device: torch.device = CPU
+    sets: Iterable[ImageSet], memory_gb: float | None, device: torch.device = CPU
 ) -> bool:
     """Tell whether the decoded images of some sets fit into `memory_gb`, in GB (10^9 bytes).
 
     None is a quarter of the free memory of this machine, divided by the number of processes that
-    train on it, or of the accelerator that the images move to, if less. Sets that are in memory
-    already count as nothing.
+    train on it, or of the accelerator that the images move to, if less. Sets in memory don't count.
     """
     free = free_memory() / local_processes()
     if ask := getattr(torch.get_device_module(device), "mem_get_info", None):
@@ -119,15 +116,15 @@ def load_training(
     shared: dict[str, Any] | None = None,
     device: torch.device = CPU,
 ) -> tuple[ImageSet, ImageSet]:
-    """Load the training images of a data set, and those of them that are held out.
+    """Load the images of a data set to train on, and the training images that are held out.
 
     Images in files are decoded into memory if they fit into `data.memory_gb`. Otherwise they stay
     in their files, and like the test images they are decoded once to check that they can be read.
 
     Args:
         data: The data set, and how many images to train on and to hold out.
-        seed: Seed of the split.
-        preprocess: Resizes the images; None is that of the data set.
+        seed: Of the split.
+        preprocess: Resizes the images; None is the data set's.
         stored: Resizes the training images instead, see `Preprocess.stored`.
         check: Whether to decode images that are not kept in memory.
         shared: As for `open_images`; also whether the images are in memory.
@@ -163,12 +160,10 @@ def load_training(
 
 def _require_readable(sets: Sequence[ImageSet]) -> None:
     """Decode images in files without keeping them; ValueError names those that cannot be read."""
-    problems = [
-        (images.name(index), problem)
-        for images in sets
-        if isinstance(images.images, ImageFiles)
-        for index, problem in images.images.problems()
-    ]
+    problems = []  # names of files, and what is wrong with them
+    for images in sets:
+        if isinstance(images.images, ImageFiles):
+            problems += [(images.name(index), text) for index, text in images.images.problems()]
     if problems:
         names, (first, *others) = zip(*problems, strict=True)
         more = f"; {len(names):,} files cannot be read: {some(names)}" if others else ""
@@ -193,7 +188,7 @@ def _report_copies(sets: Sequence[ImageSet]) -> None:
 
 
 def _note_pages(images: ImageSet) -> None:
-    """Say that of a file of several pages the first is read, if the first file is such a TIFF."""
+    """Say that only the first page of TIFF files is read, if the first file has several."""
     file: Any = images.origins[0]
     with contextlib.suppress(Exception), open_image(getattr(file, "open", lambda: file)()) as photo:
         pages = getattr(photo, "n_frames", 1)
@@ -219,8 +214,8 @@ def split_training(
     training, held = images.divide(together(images.labels, first, choose))
     if size is None:
         return training, held
-    most = f"at most {len(training)}, the number of training images"
-    require(size <= len(training), "data.train_size", size, most)
+    allowed = f"at most {len(training)}, the number of training images"
+    require(size <= len(training), "data.train_size", size, allowed)
     training = training.select(torch.arange(size))
     counts = training.class_counts()
     if min(counts) == 0:

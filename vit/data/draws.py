@@ -15,10 +15,9 @@ NOISE_BLOCK = 32  # images whose noise one generator draws
 class Draws:
     """Draws random numbers for a part of a batch, the same as for the whole batch.
 
-    The numbers of all images are drawn, and the part's are returned. So an image gets the same
-    numbers however the batch is divided among processes. They depend on the seed, of 32 bits, and
-    the size of the whole batch. In the shapes that the methods take, -1 stands for the images, as
-    in `Tensor.view`.
+    An image gets the same numbers however the batch is divided among processes: the numbers of all
+    images are drawn. They depend on the seed, of 32 bits, and the size of the whole batch. In the
+    shapes that the methods take, -1 stands for the images, as in `Tensor.view`.
     """
 
     def __init__(
@@ -48,8 +47,7 @@ class Draws:
     def noise(self, shape: Sequence[int]) -> Tensor:
         """Draw standard normal numbers: (B, *shape); the same whenever it is called.
 
-        Each block of consecutive images has its own generator, and a process draws only the blocks
-        that its part touches, because this takes time.
+        To save time, each block of images has its own generator, and others' blocks are not drawn.
         """
         first, last = self.part.start // NOISE_BLOCK, (self.part.stop - 1) // NOISE_BLOCK
         blocks = []
@@ -60,7 +58,7 @@ class Draws:
         return torch.cat(blocks)[start : start + len(self.part)]
 
     def _draw(self, function: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
-        """Draw the numbers of the whole batch, and return those of the part."""
+        """Draw the numbers of the whole batch, and return the part's."""
         size = [self.batch_size if n == -1 else n for n in shape]
         drawn = function(size, generator=self._generator, device=self.device)
         return drawn.narrow(list(shape).index(-1), self.part.start, len(self.part))

@@ -50,17 +50,14 @@ class ImageSet:
 
     def select(self, indices: Tensor) -> "ImageSet":
         """Return the images at `indices` (n,), in that order; files stay files."""
-        origins = self.origins or range(len(self))
-        return dataclasses.replace(
-            self,
-            images=self.images[indices],
-            labels=self.labels[indices],
-            masks=None if self.masks is None else self.masks[indices],
-            origins=tuple(origins[index] for index in indices.tolist()),
-        )
+        all_origins = self.origins or range(len(self))
+        origins = tuple(all_origins[index] for index in indices.tolist())
+        images, labels = self.images[indices], self.labels[indices]
+        masks = None if self.masks is None else self.masks[indices]
+        return dataclasses.replace(self, images=images, labels=labels, masks=masks, origins=origins)
 
     def divide(self, indices: Tensor) -> tuple["ImageSet", "ImageSet"]:
-        """Return the images at other indices, in their order, and those at `indices` (n,)."""
+        """Return the images at other indices, in their order, and the images at `indices` (n,)."""
         others = torch.ones(len(self), dtype=torch.bool)
         others[indices] = False
         return self.select(others.nonzero().squeeze(1)), self.select(indices)
@@ -166,7 +163,7 @@ def user_files(
         listed = "".join(lines).encode(errors="surrogateescape")
     fraction = (fraction or TEST_FRACTION) if split else None
     first = first_copies(paths)
-    if len(first.unique()) < len(first):  # which older versions did not look for
+    if len(first.unique()) < len(first):  # older versions did not look for copies
         listed += first.numpy().tobytes()
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
     files = ImageFiles(tuple(paths), Preprocess.from_config(data), data.workers)

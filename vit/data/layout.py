@@ -96,8 +96,8 @@ def find_parts(root: Path) -> list[Path]:
         )
     folder_of = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
     chosen = [folder_of[TRAIN], folder_of[tests[0]]]
-    if left := some(sorted(path.name for _, path in named if path not in chosen)):
-        note_once(f"{root}: {left} ignored; test images are in {chosen[1].name}")
+    if ignored := some(sorted(path.name for _, path in named if path not in chosen)):
+        note_once(f"{root}: {ignored} ignored; test images are in {chosen[1].name}")
     while all([f.name for f in visible_folders(part)] == [part.name] for part in chosen):
         chosen = [part / part.name for part in chosen]  # as some archives are unpacked
     return chosen
@@ -157,19 +157,19 @@ def image_files(folder: Path, seen: set[str] | None = None) -> tuple[list[str], 
     lists, queue = [], [str(folder)]
     seen = set() if seen is None else seen
     seen.discard(os.path.realpath(folder))
-    for place in queue:  # which grows
-        if (real := os.path.realpath(place)) not in seen:
+    for path in queue:  # it grows
+        if (real := os.path.realpath(path)) not in seen:
             seen.add(real)
-            _, folders, files = next(os.walk(place), (place, [], []))
-            lists.append((place, sorted(filter(is_visible, files))))
-            queue += [f"{place}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
-    paths = [f"{place}{os.sep}{name}" for place, names in sorted(lists) for name in names]
+            _, folders, files = next(os.walk(path), (path, [], []))
+            lists.append((path, sorted(filter(is_visible, files))))
+            queue += [f"{path}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
+    paths = [f"{path}{os.sep}{name}" for path, names in sorted(lists) for name in names]
     images = [path for path in paths if is_image(path)]
     return images, sorted({*paths} - {*images})
 
 
 def content(path: Path) -> str:
-    """Describe what a folder contains, or say that it is none."""
+    """Describe what a folder contains, or why it is not one."""
     if not path.is_dir():
         return "it is a file" if path.exists() else "it does not exist"
     return f"it contains {some(sorted(child.name for child in path.iterdir())) or 'nothing'}"

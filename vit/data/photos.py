@@ -38,8 +38,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
     """List image files, and the image files in folders and the folders below them.
 
     The order is as given, and sorted within a folder; each file is listed once. In folders, hidden
-    files are ignored, and others that are not images are named in a note. The key is for error
-    messages.
+    files are ignored, and others that are not images are named in a note.
     """
     photos: dict[str, Path] = {}
     for path in map(Path, names):
@@ -49,8 +48,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
                 raise ValueError(f"{key}: {path} contains no image files")
             note_unused(path, others, "not images")
         else:
-            _require_file(path, key)
-            images = [str(path)]
+            images = [str(_require_file(path, key))]
         for image in sorted(images):
             photos.setdefault(os.path.realpath(image), Path(image))
     return list(photos.values())
@@ -75,10 +73,8 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
         ValueError: The file is missing, damaged or too large (Image.MAX_IMAGE_PIXELS), the channels
             cannot be converted, or the array is not uint8 or has another shape.
     """
-    if isinstance(photo, str):
-        photo = Path(photo)
-    if isinstance(photo, Path):
-        _require_file(photo, key)
+    if isinstance(photo, str | Path):
+        photo = _require_file(Path(photo), key)
     try:
         match photo:
             case Path() | TarMember():
@@ -104,10 +100,11 @@ def to_photo(photo: Photo, channels: int = 3, key: str = "photo") -> np.ndarray:
     return np.concatenate([np.atleast_3d(np.asarray(band)) for band in bands], axis=2)
 
 
-def _require_file(path: Path, key: str) -> None:
+def _require_file(path: Path, key: str) -> Path:
     if not path.is_file():
         problem = "not a regular file" if path.exists() else "file not found"
         raise ValueError(f"{key}: {path}: {problem}")
+    return path
 
 
 def _read(file: Path | TarMember, channels: int) -> Bands:
@@ -139,7 +136,7 @@ def _bands_of_array(array: np.ndarray, channels: int) -> Bands:
             f"of {array.dtype} with shape {array.shape} is not allowed; "
             f"it must be uint8 with shape (height, width) or (height, width, {channels})"
         )
-    bands = pixels.shape[2]
-    if bands in (1, 3):
-        return bands_of(Image.fromarray(pixels if bands == 3 else pixels[..., 0]), channels)
-    return tuple(Image.fromarray(pixels[..., band]) for band in range(bands))
+    if pixels.shape[2] == 3:
+        return bands_of(Image.fromarray(pixels), channels)
+    bands = tuple(map(Image.fromarray, np.moveaxis(pixels, 2, 0)))
+    return bands_of(bands[0], channels) if len(bands) == 1 else bands

@@ -162,7 +162,7 @@ def _upright(image: Image.Image) -> Image.Image:
         grey = np.asarray(photo).astype(np.int64)
         if grey.min() < 0 or grey.max() > DEEPEST:
             raise Unusable("has 32-bit pixels, which are not supported; convert it to 16 bits")
-        # Values up to 255 are those of 8 bits, of which a division would leave nothing but black.
+        # Values up to 255 are taken for 8 bits; a division would leave nothing but black.
         return Image.fromarray((grey // 257 if grey.max() > 255 else grey).astype(np.uint8))
     if photo.has_transparency_data:
         photo = photo.convert("RGBA")

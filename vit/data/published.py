@@ -28,13 +28,13 @@ CIFAR10_SHA256 = (
 )
 
 
-def read_cifar10(place: str, data: DataConfig, train: bool) -> ImageSet:
+def read_cifar10(archive: str, data: DataConfig, train: bool) -> ImageSet:
     """Read CIFAR-10 where it is unpacked; importing torchvision to do so would take a second."""
     part, folder = 0 if train else 1, Path(data.root) / "cifar-10-batches-py"
     paths = [folder / name for name in (*CIFAR10_FILES[part], "batches.meta")]
     contents = [path.read_bytes() for path in paths if path.is_file()]
     if hashlib.sha256(b"".join(contents)).hexdigest() != CIFAR10_SHA256[part]:
-        return read_torchvision("CIFAR10", BY_FLAG, _cifar, place, data, train)
+        return read_torchvision("CIFAR10", BY_FLAG, _cifar, archive, data, train)
     *batches, names = (pickle.loads(content, encoding="latin1") for content in contents)
     images = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
     labels = torch.tensor([label for batch in batches for label in batch["labels"]])
@@ -45,7 +45,7 @@ def read_torchvision(
     name: str,
     parts: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]],
     read: Callable[[Any], tuple[Tensor | Sequence[Path], Any]],
-    place: str,
+    archive: str,
     data: DataConfig,
     train: bool,
 ) -> ImageSet:
@@ -53,7 +53,7 @@ def read_torchvision(
 
     `parts` has the arguments of torchvision's class for each part of the training images, and of
     the test images. `read` returns the images (N, channels, H, W) uint8 or files of a part, and the
-    labels. `place` tells users who download files by hand what belongs into data.root.
+    labels. `archive` tells users who download files by hand what belongs into data.root.
     """
     from torchvision import datasets as tv
 
@@ -61,8 +61,8 @@ def read_torchvision(
     problem = "data.download=false, so it was not downloaded"
     for download in (False, True)[: 1 + data.download]:
         if download:
-            paths = (at for top in root.glob(data.spec.files) for at in (top, *top.rglob("*")))
-            for link in filter(Path.is_symlink, paths):  # torchvision would write through it
+            places = (at for top in root.glob(data.spec.files) for at in (top, *top.rglob("*")))
+            for link in filter(Path.is_symlink, places):  # torchvision would write through it
                 raise ValueError(f"data.root: {link} is a link; delete it to download {data.name}")
             say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
         try:
@@ -81,7 +81,7 @@ def read_torchvision(
                 problem = f"downloading {getattr(dataset, 'url', 'it')}: {shorten(error, 100)}"
     else:
         raise ValueError(
-            f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put {place} into "
+            f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put {archive} into "
             f"{root.resolve()}, or point --data.root at the folder that contains it; `make demo` "
             "needs no download."
         )

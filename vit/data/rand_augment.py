@@ -68,8 +68,7 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
 def warp(images: Tensor, operations: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Shear, translate or rotate the images with such an operation, filling with black.
 
-    Strength is a fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
-    rotation by 30 degrees.
+    A strength of 1 shears by 0.3, translates by 150 / 331 of a side, and rotates by 30 degrees.
     """
     height, width = images.shape[2:]
     aspect, shear = height / width, 0.3 * strength

@@ -29,8 +29,8 @@ def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tens
     """
     if count > len(labels):
         raise ValueError(f"{purpose}: {count} images requested, but there are only {len(labels)}")
-    order, turn, _ = _random_turns(labels, seed, purpose)
-    return order[turn.argsort(stable=True)[:count]].sort().values
+    order, rank, _ = _random_ranks(labels, seed, purpose)
+    return order[rank.argsort(stable=True)[:count]].sort().values
 
 
 def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
@@ -39,10 +39,10 @@ def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Te
     Each class gets its proportional number, rounded by the Webster method. For classes of equal
     size this is the same choice as `balanced_subset`. count is at most N - C: (count,).
     """
-    order, turn, size = _random_turns(labels, seed, purpose)
-    assert count <= (turn < size - 1).sum()
-    priority = (turn + 0.5) / size
-    priority[turn == size - 1] = torch.inf  # the last image of a class stays
+    order, rank, size = _random_ranks(labels, seed, purpose)
+    assert count <= (rank < size - 1).sum()
+    priority = (rank + 0.5) / size
+    priority[rank == size - 1] = torch.inf  # the last image of a class stays
     return order[priority.argsort(stable=True)[:count]].sort().values
 
 
@@ -51,10 +51,10 @@ def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str)
 
     A class with a single image gives none, and so does every class for a fraction of 0.
     """
-    order, turn, size = _random_turns(labels, seed, purpose)
+    order, rank, size = _random_ranks(labels, seed, purpose)
     least = 1 if fraction > 0 else 0
     number = (size * fraction).round().clamp(min=least).minimum(size - 1)
-    return order[turn < number].sort().values
+    return order[rank < number].sort().values
 
 
 def together(labels: Tensor, first: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
@@ -98,7 +98,7 @@ def held_out_beside(train_size: int, size: float | None) -> int:
     return round(train_size * size / (1 - size)) if size < 1 else int(size)
 
 
-def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
+def _random_ranks(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return a permutation (N,), and each image's number within its class and its class's size."""
     order = torch.randperm(len(labels), generator=generator(seed, purpose))
     _, label, sizes = labels.cpu()[order].unique(return_inverse=True, return_counts=True)
@@ -146,10 +146,9 @@ def epoch_batches(num_images: int, shape: tuple[int, int], seed: int, epoch: int
 def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
     """Draw batches in which every class is equally frequent: (steps, images per step).
 
-    The epoch is a sequence of rounds, each with one image of every class in random order, so every
-    batch is balanced too, up to two images per class. A batch is in random order, so that
-    neighbours, which are mixed, may be of one class. A class takes its images in random order, and
-    starts again in another order when all have been taken.
+    The epoch is a sequence of rounds, each with one image of every class, so every batch is
+    balanced too, up to two images per class. Its order is random, so that neighbours, which are
+    mixed, may be of one class. A class repeats its images, in another order, when all were taken.
     """
     draw = generator(seed, "balanced epoch", epoch)
     labels = labels.cpu()
@@ -172,8 +171,7 @@ def class_weights(counts: Sequence[int]) -> Tensor:
 
     A class with n >= 1 of N images in C classes gets N / (C n). The mean over the training images
     is 1, so the loss keeps its scale. With probabilities as targets, torch's `cross_entropy`
-    divides by the number of images, not by the sum of their weights, so the mean over micro-batches
-    or processes is that of the whole batch.
+    divides by the number of images, so the mean over micro-batches is that of the whole batch.
     """
     images = torch.tensor(counts, dtype=torch.float32)
     return images.sum() / (len(counts) * images)

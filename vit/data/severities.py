@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Corruption:
-    """A corruption of ImageNet-C; the function is that of its name in `vit.data.corruptions`.
+    """A corruption of ImageNet-C, by the function of its name in `vit.data.corruptions`.
 
     A parameter is a row of five severities, with the published values for images of 32 and 224
     pixels (hendrycks/robustness, make_cifar_c.py and make_imagenet_c.py).

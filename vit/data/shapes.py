@@ -35,8 +35,7 @@ def draw_shapes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         images: (count, 3, 32, 32) uint8, RGB.
-        labels: (count,) int64, indices into KINDS in random order; the counts of any two kinds
-            differ by at most one.
+        labels: (count,) int64, indices into KINDS in random order; counts differ by at most one.
         masks: (count, 32, 32) bool, True where the object covers at least half of the pixel.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
 """Tar shards in WebDataset's layout: images and labels as members that share a name.
 
-A tar file is not compressed, so each image can be read by itself once its place is known. The
-places come from the headers, which are read when a shard is listed.
+A tar file is not compressed, so each image can be read by itself from the place that its header
+gives. The headers are read when a shard is listed.
 """
 
 import functools
@@ -22,8 +22,8 @@ from vit.data.photos import TarMember
 from vit.files import require_file
 
 BELONG = "name.jpg and name.cls belong together: members that share a name up to the first dot"
-# What follows the last member: zeros, to a multiple of some blocks of 512 bytes, usually 20. Images
-# after them, in tar files that were joined by cat, would be overlooked.
+# Largest end of a tar file, after its last member: zeros, usually up to a multiple of 20 blocks of
+# 512 bytes. Images after it, in tar files that were joined by cat, would be overlooked.
 END = 2**20
 PAX = re.compile("^[0-9]+ (path|size)=(.*)", re.MULTILINE)  # what a header says of the next member
 
@@ -133,7 +133,7 @@ def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             start = info.offset_data = file.tell()
             extends = info.type in b"gxXKL"  # it describes the next member
             size = info.size if extends else int(fields.pop("size", info.size))
-            if size < 0 or (extends and size > END):  # no name is as long
+            if size < 0 or (extends and size > END):  # no name is that long
                 raise tarfile.ReadError(f"a size of {size} bytes")
             if extends:
                 text = file.read(size).decode("utf-8", "surrogateescape")

@@ -1,7 +1,6 @@
 """The data sets that `data.name` may name; imported without torch.
 
-A data set names its reader, which is found when images are opened. CONTRIBUTING.md shows how to add
-one.
+CONTRIBUTING.md shows how to add one.
 """
 
 from dataclasses import dataclass
@@ -14,12 +13,9 @@ class DatasetSpec:
     image_size: tuple[int, int]  # height and width, in pixels
     mean: tuple[float, ...]  # of each channel, 0 to 1
     std: tuple[float, ...]  # standard deviation of each channel, 0 to 1
-    # The function in `vit.data` that takes a `DataConfig` and whether to find training rather than
-    # test images, and returns a `vit.data.images.ImageSet`.
-    reader: str
-    # Files of a user, with any number of channels; all other data sets are grey or RGB.
-    own_files: bool = False
-    drawn: bool = False  # the reader then also takes how many images, or None
+    reader: str  # function in `vit.data` that maps a `DataConfig` and `train` to an `ImageSet`
+    own_files: bool = False  # of a user, with any number of channels; all others are grey or RGB
+    drawn: bool = False  # the reader then also takes the number of images, or None
     test_included: bool = False  # reading the training images shows that test images can be read
     files: str = ""  # pattern of what is in data.root once the set is downloaded; "" for no files
 
@@ -31,9 +27,9 @@ class DatasetSpec:
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-# Means and standard deviations are those of the training images. Image files of any size are
-# normalized like ImageNet, so that a model file does not depend on the folder it was trained on,
-# and weights trained on ImageNet fit. 64 pixels let a CPU train on photos from scratch.
+# Means and standard deviations of the training images. Image files of any size are normalized like
+# ImageNet, so that a model does not depend on the folder it was trained on, and weights trained on
+# ImageNet fit. 64 pixels let a CPU train on photos from scratch.
 DATASETS = {
     "cifar10": DatasetSpec(
         (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),

@@ -1,10 +1,9 @@
 """Image files that are decoded when they are needed, by worker processes.
 
 The caller says which images the workers decode, and in which order, so their number changes nothing
-but the speed. Each worker has its own pipe, through which pickled arrays come back. So the limits
-of shared memory, sockets and open files do not matter, and each side notices when the other one
-ends. A DataLoader hands results over in a thread: where that fails, its worker lives on and all
-wait.
+but the speed. Each worker has its own pipe, which returns pickled arrays. So the limits of shared
+memory, sockets and open files do not matter, and each side notices when the other one ends. A
+DataLoader hands results over in a thread: where that fails, its worker lives on and all wait.
 
 Shapes: N images, B batch, C channels, H height, W width.
 """
@@ -69,7 +68,7 @@ def _digest(file: ImageFile, stat: tuple[int, int]) -> object:
     try:
         with Path(file).open("rb") if isinstance(file, str) else file.open() as stream:
             return hashlib.file_digest(stream, "sha256").digest()
-    except OSError:  # which decoding reports
+    except OSError:  # decoding reports it
         return file
 
 
@@ -86,7 +85,7 @@ def _decode_files(files: Sequence[ImageFile], preprocess: Preprocess) -> Decoded
 
 
 def _work(preprocess: Preprocess, pipe: Connection, other_end: Connection) -> None:
-    """Decode lists of files in another process, until the parent closes the pipe or ends."""
+    """Decode lists of files in a worker, until the parent closes the pipe or ends."""
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)  # the parent decides when the run stops
     other_end.close()  # or this copy keeps the pipe open
@@ -123,7 +122,7 @@ class ImageFiles:
     Except for `problems` and `decode_all`, decoding raises a ValueError if a file cannot be read.
     """
 
-    paths: tuple[ImageFile, ...]  # the N files, or members of tar files
+    paths: tuple[ImageFile, ...]  # the N files
     preprocess: Preprocess  # crops and resizes the images
     # Number of processes that decode; 0 decodes in this one. None means one per usable core, less
     # one, 1 to 16, shared by the processes of a run; 0 for fewer than 200 files.
@@ -186,11 +185,11 @@ class ImageFiles:
             for position, problem in problems.items():
                 yield start + position, problem
 
-    def decode_all(self, what: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
+    def decode_all(self, title: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
         """Decode all images in parts, with a progress bar; yield also each part's first index."""
         tasks = [range(len(self))[i : i + AT_ONCE] for i in range(0, len(self), AT_ONCE)]
         hidden = True if rank() else None  # None shows the bar on terminals only
-        with tqdm(total=len(self), desc=what, unit="image", leave=False, disable=hidden) as bar:
+        with tqdm(total=len(self), desc=title, unit="image", leave=False, disable=hidden) as bar:
             for task, (images, problems) in zip(tasks, self._decode(tasks), strict=True):
                 yield task.start, torch.from_numpy(images), problems
                 bar.update(len(images))

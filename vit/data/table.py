@@ -20,7 +20,7 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of a table, in its order.
 
     `data.root` is a CSV file with a header, in UTF-8, whose paths are relative to its folder.
-    Validation images are the test images where no others are named, and are left out otherwise.
+    Validation images are the test images where no others are named, and are ignored out otherwise.
     Without a column "split", `data.test_fraction` splits the images. Class names are sorted, as
     numbers if all are whole numbers.
 
@@ -35,8 +35,8 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
     parts = {part for _, part in rows.values()}
     split, test = parts <= {None}, next((name for name in TESTS if name in parts), "test")
-    if left := some(sorted(part for part in parts - {TRAIN, test} if part)):
-        note_once(f"{file}: rows of {left} ignored; test images are the rows of {test}")
+    if ignored := some(sorted(part for part in parts - {TRAIN, test} if part)):
+        note_once(f"{file}: rows of {ignored} ignored; test images are the rows of {test}")
     wanted = None if split else (TRAIN if train else test)
     numbers = {label: number for number, label in enumerate(classes)}
     chosen = {path: numbers[label] for path, (label, part) in rows.items() if part == wanted}

@@ -33,10 +33,10 @@ Errors: TypeAlias = "SimpleQueue[Exception]"
 
 @contextlib.contextmanager
 def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[None]:
-    """Call a function in the other ones of `count` processes, while this one does the same.
+    """Start processes that call a function, while this one does the same: `count` in all.
 
     Each process gets an equal part of the cores. This one is the first, so that it writes, prints,
-    and ends with the exit code of the run. Under torchrun, which has started all, none are started.
+    and ends with the exit code of the run. torchrun starts processes itself: then this starts none.
 
     Raises:
         ValueError: Another process was killed, or has failed with this error.
@@ -68,7 +68,7 @@ def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[No
 
 @contextlib.contextmanager
 def _others(count: int, *args: Any) -> Iterator[None]:
-    """Call `_run` in `count` other processes while this one, the first, does something."""
+    """Call `_run` in `count` other processes while this one, the first, runs the code inside."""
     # A copy of this process has imported everything. Elsewhere, copies are not safe.
     method = "fork" if sys.platform == "linux" else "spawn"
     errors: Errors = multiprocessing.get_context(method).SimpleQueue()
@@ -91,16 +91,15 @@ def _run(index: int, errors: Errors, threads: int, work: Callable[..., object], 
     torch.set_num_threads(threads)
     try:
         work(*args)
-    except ConnectionLost:
-        raise SystemExit(1) from None
     except Exception as error:
-        error.add_note(f"in process {index + 1}:\n{traceback.format_exc()}")
-        errors.put(error)
+        if not isinstance(error, ConnectionLost):
+            error.add_note(f"in process {index + 1}:\n{traceback.format_exc()}")
+            errors.put(error)
         raise SystemExit(1) from None
 
 
 def _report_end(processes: list[BaseProcess], errors: Errors) -> None:
-    """Raise the error with which another process has ended, or that it was killed."""
+    """Raise the error that ended another process, or one that says that it was killed."""
     wait([process.sentinel for process in processes], PATIENCE)
     if not errors.empty():
         raise errors.get() from None

@@ -79,8 +79,7 @@ def replicate(forward: nn.Module, unused: bool = False) -> DistributedDataParall
 def synchronize(forward: nn.Module, enabled: bool) -> None:
     """Set whether the next backward pass averages the gradients over the processes.
 
-    `enabled` is False for all micro-batches of a step but the last. The model may be replicated,
-    sharded, or that of a single process.
+    `enabled` is False for all micro-batches of a step but the last.
     """
     if isinstance(forward, DistributedDataParallel):
         forward.require_backward_grad_sync = enabled

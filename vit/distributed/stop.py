@@ -40,10 +40,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only record the first signal; the code inside calls `agreed` and raises Stopped itself.
-
-        A signal that arrives after the last call of `agreed` raises it on exit.
-        """
+        """Only record a signal, for `agreed`; one after its last call raises Stopped on exit."""
         self._deferred = True
         try:
             yield
@@ -54,16 +51,14 @@ class StopRequest:
 
     def until(self, batches: Iterator[Batch], world: World) -> Iterator[Batch]:
         """Yield batches until a signal arrives; a single process does not await another batch."""
-        while True:
-            try:
+        with contextlib.suppress(Stopped):
+            while True:
                 self._deferred = world.size > 1  # several save their state together, after a step
                 batch = None if self.agreed(world) else next(batches, None)
                 self._deferred = True
-            except Stopped:
-                return
-            if batch is None:
-                return
-            yield batch
+                if batch is None:
+                    return
+                yield batch
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle the first signal; a second one stops the process immediately.

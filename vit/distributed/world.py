@@ -125,11 +125,9 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
     store = next(rendezvous(os.environ.get(MEETING, "env://"), rank(), size, timeout=timeout))[0]
     store.set_timeout(timeout)
+    store = PrefixStore(f"start {restarts}", store)
     try:
-        dist.init_process_group(
-            backend, store=PrefixStore(f"start {restarts}", store), world_size=size, rank=rank(),
-            timeout=timeout,
-        )  # fmt: skip
+        dist.init_process_group(backend, None, timeout, size, rank(), store)
         yield World(rank(), size)
     except Exception as error:
         message = str(error).lower()
