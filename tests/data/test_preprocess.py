@@ -214,9 +214,9 @@ def test_bands_are_channels_of_a_file_an_image_and_an_array(tmp_path: Path, mode
 
 def test_arrays_images_and_files_are_converted_or_refused(tmp_path: Path) -> None:
     Image.fromarray(photo(12, 9)).save(tmp_path / "colour.png")
-    words = r"^data\.root: .*colour\.png has 3 channels, but the model takes 2 \("
+    words = r"^photo: .*colour\.png has 3 channels, but the model takes 2 \("
     with pytest.raises(ValueError, match=words):
-        to_photo(tmp_path / "colour.png", 2, "data.root")
+        to_photo(tmp_path / "colour.png", 2)
     assert (
         to_photo(photo(12, 9, 1)[..., 0], 1).shape == to_photo(photo(12, 9), 1).shape == (12, 9, 1)
     )

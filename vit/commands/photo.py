@@ -32,7 +32,7 @@ def run(name: str, options: PhotoConfig) -> None:
     count = 0
     for path in paths:
         try:
-            photo = to_photo(path, saved.preprocess.channels, "photo")
+            photo = to_photo(path, saved.preprocess.channels)
         except ValueError as error:
             if len(paths) == 1:
                 raise

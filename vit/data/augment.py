@@ -52,8 +52,7 @@ def augment(
         images = random_erasing(images, settings.erasing, draws)
     if not mixes or not (settings.mixup or settings.cutmix):
         return images, targets
-    both = settings.mixup and settings.cutmix
-    is_mixup = draws.uniform(0, 1) < 0.5 if both else None
+    is_mixup = draws.uniform(0, 1) < 0.5 if settings.mixup and settings.cutmix else None
     kinds = (mixup_weights, settings.mixup), (cutmix_weights, settings.cutmix)
     weights = [draw_weights(images, alpha, draws) for draw_weights, alpha in kinds if alpha]
     if is_mixup is not None:
@@ -72,9 +71,9 @@ def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:
     return images.flatten(2).gather(2, sources.expand(-1, channels, -1)).view_as(images)
 
 
-def _reflected(places: Tensor, size: int) -> Tensor:
+def _reflected(indices: Tensor, size: int) -> Tensor:
     """Reflect indices below 0 or above size - 1 back inside, without repeating the border."""
-    return size - 1 - (size - 1 - places.abs()).abs()
+    return size - 1 - (size - 1 - indices.abs()).abs()
 
 
 def random_resized_crop(

@@ -67,7 +67,7 @@ class DataConfig:
     def spec(self) -> DatasetSpec:
         """The data set with the image size and the channels of this config.
 
-        RGB as grey, and grey as RGB, has the average of its registered statistics; other numbers of
+        RGB as grey, and grey as RGB, has the average of the data set's statistics; other numbers of
         channels have mean 0.5 and standard deviation 0.25.
         """
         spec = DATASETS[self.name]

@@ -34,8 +34,6 @@ def open_images(
     seed. With `data.on_bad_image` "skip", all files are decoded once to find unreadable ones.
 
     Args:
-        data: The data set.
-        train: Whether to find the training images.
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
         shared: Where the first of several processes puts the numbers of unreadable files, so that
             all leave out the same, see `World.main_first`.
@@ -116,14 +114,12 @@ def load_training(
     shared: dict[str, Any] | None = None,
     device: torch.device = CPU,
 ) -> tuple[ImageSet, ImageSet]:
-    """Load the images of a data set to train on, and the training images that are held out.
+    """Load the training images and the held-out images of a data set; the seed decides the split.
 
     Images in files are decoded into memory if they fit into `data.memory_gb`. Otherwise they stay
     in their files, and like the test images they are decoded once to check that they can be read.
 
     Args:
-        data: The data set, and how many images to train on and to hold out.
-        seed: Of the split.
         preprocess: Resizes the images; None is the data set's.
         stored: Resizes the training images instead, see `Preprocess.stored`.
         check: Whether to decode images that are not kept in memory.

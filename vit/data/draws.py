@@ -47,7 +47,7 @@ class Draws:
     def noise(self, shape: Sequence[int]) -> Tensor:
         """Draw standard normal numbers: (B, *shape); the same whenever it is called.
 
-        To save time, each block of images has its own generator, and others' blocks are not drawn.
+        Each block of images has its own generator, so a process only draws the blocks of its part.
         """
         first, last = self.part.start // NOISE_BLOCK, (self.part.stop - 1) // NOISE_BLOCK
         blocks = []

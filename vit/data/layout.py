@@ -19,9 +19,8 @@ SYSTEM_FILES = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 # Folders, and words in a table's column "split"; the first of TESTS that exists is for testing.
 TRAIN, TESTS = "train", ("test", "val", "valid", "validation", "dev", "eval", "evaluation")
-PART = re.compile(
-    rf"(?:\w+[_-])?({'|'.join((TRAIN, *TESTS))})(?:ing)?(?:[_-]?(?:set|data|images))?"
-)
+WORDS = "|".join((TRAIN, *TESTS))
+PART = re.compile(rf"(?:\w+[_-])?({WORDS})(?:ing)?(?:[_-]?(?:set|data|images))?")
 LISTED = 10  # names in a message
 
 

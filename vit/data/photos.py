@@ -54,7 +54,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
     return list(photos.values())
 
 
-def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:
+def to_bands(photo: Photo | TarMember, channels: int, key: str) -> Bands:
     """Turn a photo into Pillow images, upright, in the channels of a model, on white.
 
     Grey and RGB are converted into each other as Pillow does. Any other number of channels must be
@@ -94,9 +94,9 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
     )
 
 
-def to_photo(photo: Photo, channels: int = 3, key: str = "photo") -> np.ndarray:
+def to_photo(photo: Photo, channels: int = 3) -> np.ndarray:
     """Turn a photo into pixels as `to_bands` does: (height, width, channels) uint8."""
-    bands = to_bands(photo, channels, key)
+    bands = to_bands(photo, channels, "photo")
     return np.concatenate([np.atleast_3d(np.asarray(band)) for band in bands], axis=2)
 
 

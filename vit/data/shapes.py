@@ -114,8 +114,8 @@ def _uniform(
     return low + (high - low) * torch.rand(shape, generator=generator)
 
 
-# The outlines: x and y are object coordinates, in which every object just fits the unit circle;
-# the result is positive inside. The proportions keep the kinds distinguishable at 9 pixels radius.
+# Outlines are positive inside. x and y are coordinates in which an object just fits the unit
+# circle. The proportions keep the kinds distinguishable at 9 pixels radius.
 
 
 def _fold(x: Tensor, y: Tensor, sectors: int) -> tuple[Tensor, Tensor]:

@@ -118,9 +118,8 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     timeout = timedelta(minutes=timeout_minutes)
-    # The store that torchrun keeps still has the addresses of the processes before a restart
-    # (https://github.com/pytorch/pytorch/issues/135712). The number of restarts differs between
-    # hosts, so it only helps if there is one.
+    # torchrun's store still has the addresses of the processes before a restart (pytorch/pytorch
+    # issue 135712). The number of restarts differs between hosts, so it only helps on a single one.
     one_host = os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
     store = next(rendezvous(os.environ.get(MEETING, "env://"), rank(), size, timeout=timeout))[0]
