@@ -134,7 +134,10 @@ def check_stored(data: DataConfig, is_target: bool = True) -> None:
 
 
 def _has_image(folder: Path) -> bool:
-    return folder.is_dir() and any(is_image(str(path)) for path in folder.iterdir())
+    if not folder.is_dir():
+        return False
+    with os.scandir(folder) as entries:  # does not list all of a large folder
+        return any(is_image(entry.path) for entry in entries)
 
 
 def visible_folders(folder: Path) -> list[Path]:
