@@ -22,11 +22,13 @@ from vit.commands.report import run as evaluate_run
 from vit.commands.train import train
 from vit.config import Config
 from vit.data.config import DataConfig
-from vit.data.datasets import load_test_images, load_training
+from vit.data.datasets import _note_first, load_test_images, load_training, split_training
 from vit.data.folder import list_folder
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
 from vit.data.photos import find_photos
+from vit.data.preprocess import Preprocess
+from vit.data.stream import ImageFiles
 from vit.training.loop import Loop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,7 +281,7 @@ WRONG = {
     ),
     "other class": (
         lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),
-        "class wolf has 0 training images in ROOT, and needs at least 1; add",
+        "class wolf has 0 training images in ROOT; each class needs at least 1: add",
     ),
     "class of bad pictures": (
         only_bad_pictures,
@@ -307,7 +309,7 @@ def test_what_cannot_be_split_is_refused(root, classes_only):
         DataConfig(name="shapes", test_fraction=0.3)
     for path in sorted((classes_only / "rød").iterdir())[1:]:
         path.unlink()
-    with pytest.raises(ValueError, match=r"class rød has 1 images in .*, and needs at least 2; "):
+    with pytest.raises(ValueError, match=r"class rød has 1 image in .*; each class needs"):
         read(classes_only, train=True)
     for name in ("rød", "猫"):
         shutil.rmtree(classes_only / name)
@@ -358,9 +360,11 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, tmp_path, monkeypa
 
 
 def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"^data\.root: .*/flower .* \(it does not exist\); check"):
+    with pytest.raises(ValueError, match=r"^data\.root: .*/flower does not exist; check the path"):
         parse_train(["--data.root", str(classes_only.with_name("flower"))])
-    (classes_only / "notes").mkdir()  # a class without images, so that nothing is recognized
+    for folder in sorted(classes_only.iterdir())[1:]:  # one class, so that nothing is recognized
+        shutil.rmtree(folder)
+    (classes_only / "notes").mkdir()
     file = tmp_path / "settings.yaml"
     file.write_text(f"data: {{root: '{classes_only}'}}")
     with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); check .* --data\.name fold"):
@@ -555,3 +559,31 @@ def test_content_decides_what_is_an_image(root: Path, capsys: pytest.CaptureFixt
         f"{root}/train: 1 file ignored, not in a class folder: stray.png",
         f"{cat}: {what}half.jfif.part, labels.csv, pipe",
     ]
+
+
+def test_a_folder_for_validation_beside_one_for_testing_is_held_out(root: Path) -> None:
+    places = [f"{part}/{name}/0.png" for part in ("train", "val", "test") for name in "ab"]
+    tree(root, *places, "train/a/1.png", "other/empty.txt")
+    training, held = split_training(DataConfig(name="folder", root=str(root)), seed=0)
+    parts = [{Path(path).parts[-3] for path in images.origins} for images in (training, held)]
+    assert (parts, len(training), len(held)) == ([{"train"}, {"val"}], 6, 4)
+    assert {Path(path).parts[-3] for path in read(root, False).origins} == {"test"}
+
+
+def test_an_empty_class_is_named_and_not_taken_for_cifar10(root: Path) -> None:
+    tree(root, "a/0.png", "b/0.png", "c/0.png", "d/notes.txt")
+    (root / "c/0b.png").unlink()
+    assert recognize(root) == "folder"
+    words = r"class c has 1 image, class d has 0 images in .*; each class needs at least 2"
+    with pytest.raises(ValueError, match=words):
+        read(root, True)
+
+
+def test_levels_that_a_file_of_12_bits_lacks_are_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, top in (("12.png", 4000), ("16.png", 60_000)):
+        Image.fromarray(np.linspace(0, top, 64).astype(np.uint16).reshape(8, 8)).save(root / name)
+        file = ImageFiles((str(root / name),), Preprocess((8, 8), (0.5,), (0.5,)))
+        _note_first(ImageSet(file, torch.zeros(1), ("a",), None, file.paths, str(root)))
+    assert capsys.readouterr().err.count("values up to 4,000 of 65,535, so it is nearly black") == 1

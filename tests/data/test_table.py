@@ -1,6 +1,7 @@
 """Tables of image files: their splits, and mistakes in them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,24 +47,36 @@ def numbers(source: ImageSet) -> list[int]:
 
 
 @pytest.mark.parametrize("last", ["test", "val", "valid", "Testing", " TEST_set"])
-def test_files_and_labels_are_those_of_the_rows(folder, last, capsys):
-    """Images for validation are for testing only where no others are."""
+def test_files_and_labels_are_those_of_the_rows(folder, last):
+    """Images for validation are for testing only where no others are; else they are held out."""
     table = rows(
         "bäbäbäbä", ["train", "Train", "training", "TRAIN"] + ["validation"] * 2 + [last] * 2
     )
     file = write(folder, "path,label,split", *table)
     training, test = read(file), read(file, train=False)
     assert training.classes == test.classes == ("b", "ä")
-    assert (numbers(training), training.labels.tolist()) == ([0, 1, 2, 3], [0, 1, 0, 1])
+    assert (numbers(training), training.labels.tolist()) == ([*range(6)], [0, 1] * 3)
+    assert training.held.tolist() == [False] * 4 + [True] * 2 and test.held is None
+    data = DataConfig(name="table", root=str(file))
+    assert [sorted(numbers(part)) for part in split_training(data, seed=0)] == [
+        [0, 1, 2, 3],
+        [4, 5],
+    ]
+    with pytest.raises(ValueError, match=r"data.val_size: 0.3 is not allowed; it must be null"):
+        split_training(replace(data, val_size=0.3), seed=0)
     assert (numbers(test), test.labels.tolist()) == ([6, 7], [0, 1])
     assert all(Path(path).is_file() for path in training.images.paths)
-    assert capsys.readouterr().err.count("rows of validation ignored; test images are the") == 1
 
 
 def test_columns_have_any_order_and_numbers_are_names_in_their_order(folder):
     lines = [f"{(1, 2, 10)[n % 3]},images/{n}.png" for n in range(6)]
     training = read(write(folder, "Label, path", *lines))
     assert len(training) == 3 and training.classes == ("1", "2", "10")
+
+
+def test_classes_that_differ_in_case_are_named(folder, capsys):
+    assert len(read(write(folder, "path,label", *rows(["cat", "Cat"] * 4))).classes) == 2
+    assert "the classes Cat and cat differ in case only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["file", "Filename", "IMAGE"])
@@ -78,10 +91,17 @@ def test_columns_have_the_names_that_people_give_them(folder, path, split):
 
 def test_semicolons_separate_values_as_excel_writes_them(folder):
     table = rows("abab", ["train", "train", "test", "test"])
-    usual, other = (read(write(folder, *(line.replace(",", mark) for line in (
+    usual, *others = (read(write(folder, *(line.replace(",", mark) for line in (
         "\ufeffpath,label,split", *table
-    )))) for mark in ",;")  # fmt: skip
-    assert numbers(usual) == numbers(other) == [0, 1] and usual.fingerprint == other.fingerprint
+    )))) for mark in ",;\t")  # fmt: skip
+    for other in others:
+        assert numbers(usual) == numbers(other) == [0, 1] and usual.fingerprint == other.fingerprint
+
+
+def test_a_link_to_another_row_is_an_image_as_in_a_folder(folder):
+    (folder / "link").symlink_to(folder / "images")
+    table = ["images/0.png,a,train", "link/0.png,a,train", "images/1.png,b,train"]
+    assert len(read(write(folder, "path,class,split", *table))) == 3
 
 
 def test_split_of_a_run_is_a_table_with_the_same_test_images(tmp_path):
@@ -96,6 +116,9 @@ def test_split_of_a_run_is_a_table_with_the_same_test_images(tmp_path):
     assert recognize(table) == "table"
     expected, found = list_folder(data, train=False), read(table, train=False)
     assert {*found.images.paths} == {*expected.images.paths} and found.classes == ("a", "b")
+    again = split_training(DataConfig(name="table", root=str(table)), seed=1)
+    for part, before in zip(again, split_training(data, seed=0), strict=True):
+        assert {*part.images.paths} == {*before.images.paths}
 
 
 def test_without_a_split_a_fraction_of_each_class_is_for_testing(folder):
@@ -134,17 +157,13 @@ WRONG = {
         ["path,label,split", "images/0.png,a,train", "images/../images/0.png,a,test"],
         "line 3: ROOT/images/../images/0.png is listed twice",
     ),
-    "a link to another row": (
-        ["path,label,split", "images/0.png,a,train", "link/0.png,a,test"],
-        "line 3: ROOT/link/0.png is listed twice, perhaps as a link",
-    ),
     "two spellings of a class": (
         ["path,label", *rows(["caf\u00e9"] * 2 + ["cafe\u0301"] * 2)],
         "two classes in ROOT are called caf\u00e9, with accents encoded in different ways",
     ),
     "no test images": (
         ["path,label,split", *rows("ab", ["train"] * 2)],
-        "class a has 0 test images in ROOT, and needs at least 1",
+        "class a has 0 test images, class b has 0 test images in ROOT; each class needs at least 1",
     ),
     "no text": (["path,label", "\udcff"], "is not a CSV file in UTF-8 ("),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from vit.console import note, warn
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.layout import some
-from vit.data.pixels import open_image
+from vit.data.pixels import DEEPEST, open_image
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import balanced_subset, describe_counts, held_out, held_out_beside, together
 from vit.data.stream import UNREADABLE, ImageFiles, first_copies
@@ -138,7 +138,7 @@ def load_training(
         sets.append(open_images(data, train=False))
         if training.fingerprint:
             _report_copies(sets)
-            _note_pages(training)
+            _note_first(training)
     shared = {} if shared is None else shared
     if "in_memory" not in shared:
         shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
@@ -183,14 +183,17 @@ def _report_copies(sets: Sequence[ImageSet]) -> None:
         (warn if seen or mixed else note)(text)
 
 
-def _note_pages(images: ImageSet) -> None:
-    """Say that only the first page of TIFF files is read, if the first file has several."""
+def _note_first(images: ImageSet) -> None:
+    """Say what is lost of files like the first: all pages but one, or levels below 16 bits."""
     file: Any = images.origins[0]
     with contextlib.suppress(Exception), open_image(getattr(file, "open", lambda: file)()) as photo:
         pages = getattr(photo, "n_frames", 1)
         if photo.format == "TIFF" and 1 < pages != images.images.shape[1]:
             hint = f"of which the first is read; --data.channels {pages} reads them as bands"
             note(f"{images.name(0)} has {pages} pages, {hint}")
+        if photo.mode.startswith("I") and 255 < (largest := photo.getextrema()[1]) < 2**14:
+            dark = "so it is nearly black; scale images of 10 to 14 bits to 16 bits"
+            note(f"{images.name(0)} has values up to {largest:,} of {DEEPEST:,}, {dark}")
 
 
 def split_training(
@@ -205,9 +208,17 @@ def split_training(
         val_size = held_out_beside(size, val_size)
         count = size + val_size
     images = open_images(data, True, count, shared)
-    first = first_copies(images.origins if images.fingerprint else range(len(images)))
-    choose = partial(held_out, classes=images.classes, size=val_size, seed=seed)
-    training, held = images.divide(together(images.labels, first, choose))
+    if images.held is not None:
+        allowed = f"null, because {data.root} says which images are held out"
+        require(val_size is None, "data.val_size", val_size, allowed)
+        training, held = images.divide(images.held.nonzero().squeeze(1))
+        if min(training.class_counts()) == 0:
+            counts = describe_counts(training.classes, training.class_counts())
+            raise ValueError(f"data.root: a class in {data.root} is only held out ({counts})")
+    else:
+        first = first_copies(images.origins if images.fingerprint else range(len(images)))
+        choose = partial(held_out, classes=images.classes, size=val_size, seed=seed)
+        training, held = images.divide(together(images.labels, first, choose))
     if size is None:
         return training, held
     allowed = f"at most {len(training)}, the number of training images"

@@ -1,5 +1,6 @@
 """Image folders in torchvision's layout: one folder per class, with or without train/ and test/."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -14,28 +15,35 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of an image folder, sorted by path.
 
     `data.root` contains train/ and test/ (or val/), or the class folders themselves, which
-    `data.test_fraction` splits. test/ is enough to list the test images.
+    `data.test_fraction` splits. test/ is enough to list the test images. With both test/ and val/,
+    the training images include those in val/, which are held out.
 
     Raises:
         ValueError: A folder is missing; or as for `user_files`.
     """
     root = Path(data.root)
     parts = find_parts(root)
-    part = parts[0 if train else -1]
+    part = parts[0 if train else 1 % len(parts)]
     if not visible_folders(part):
         raise ValueError(
             f"data.root: {part} has no class folders ({content(part)}); data.name=folder needs "
             "images in train/<class>/ and test/<class>/, or in <class>/, to be split by "
             "data.test_fraction"
         )
-    # Of both parts, so that a class that is missing in one of them has no images there.
+    # Of all parts, so that a class that is missing in one of them has no images there.
     folders = [folder for part in parts for folder in visible_folders(part)]
     classes = sorted({folder.name for folder in folders})
     seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links there add nothing
-    images, others = zip(*(image_files(part / name, seen) for name in classes), strict=True)
-    note_unused(part, [file for files in others for file in files], "not images")
-    beside = [str(path) for path in sorted(part.iterdir()) if path.is_file()]
-    note_unused(part, [*filter(is_image, beside)], "not in a class folder")
-    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([*map(len, images)]))
-    paths = [path for files in images for path in files]
-    return user_files(data, train, len(parts) == 1, root, paths, labels, classes)
+    paths, labels, held = list[str](), list[int](), list[bool]()
+    for folder in (part, *(parts[2:] if train else ())):
+        for label, name in enumerate(classes):
+            images, others = image_files(folder / name, seen)
+            note_unused(folder, others, "not images")
+            paths += images
+            labels += [label] * len(images)
+            held += [folder != part] * len(images)
+        beside = [str(path) for path in sorted(folder.iterdir()) if path.is_file()]
+        note_unused(folder, [*filter(is_image, beside)], "not in a class folder")
+    targets, split = torch.tensor(labels, dtype=torch.int64), len(parts) == 1
+    files = user_files(data, train, split, root, paths, targets, classes)
+    return dataclasses.replace(files, held=torch.tensor(held) if any(held) else None)

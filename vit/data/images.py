@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.console import printable, shorten
+from vit.console import counted, note_once, printable, shorten
 from vit.data.config import DataConfig
 from vit.data.layout import some
 from vit.data.preprocess import Preprocess
@@ -39,6 +39,7 @@ class ImageSet:
     folder: str = ""  # that names of files are relative to
     fingerprint: str = ""  # of the user's files, see `user_files`; "" for published data sets
     split: bool = False  # whether data.test_fraction decides which of these files are for testing
+    held: Tensor | None = None  # (N,) bool, training images that the user holds out; None if none
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -54,7 +55,10 @@ class ImageSet:
         origins = tuple(all_origins[index] for index in indices.tolist())
         images, labels = self.images[indices], self.labels[indices]
         masks = None if self.masks is None else self.masks[indices]
-        return dataclasses.replace(self, images=images, labels=labels, masks=masks, origins=origins)
+        held = None if self.held is None else self.held[indices]
+        return dataclasses.replace(
+            self, images=images, labels=labels, masks=masks, origins=origins, held=held
+        )
 
     def divide(self, indices: Tensor) -> tuple["ImageSet", "ImageSet"]:
         """Return the images at other indices, in their order, and the images at `indices` (n,)."""
@@ -114,6 +118,23 @@ class ImageSet:
         return self.labels.bincount(minlength=len(self.classes)).tolist()
 
 
+def _check_names(classes: Sequence[str], folder: Path) -> None:
+    """Check that class names are UTF-8 and differ; a note names those that differ in case only."""
+    spelled = dict[str, str]()
+    for name in classes:
+        if name.encode(errors="replace").decode() != name:
+            raise ValueError(f"data.root: class {printable(name)} is not UTF-8; rename it")
+        composed = unicodedata.normalize("NFC", name)
+        other = spelled.setdefault(composed.casefold(), name)
+        if other != name and composed == unicodedata.normalize("NFC", other):
+            raise ValueError(
+                f"data.root: two classes in {folder} are called {name}, with accents encoded in "
+                "different ways (Unicode NFC and NFD); merge them"
+            )
+        if other != name:
+            note_once(f"{folder}: the classes {other} and {name} differ in case only")
+
+
 def user_files(
     data: DataConfig,
     train: bool,
@@ -143,20 +164,17 @@ def user_files(
         )
     least, part = (2, "") if split else (1, "training " if train else "test ")
     counts = labels.bincount(minlength=len(classes)).tolist()
-    spelled = dict[str, str]()
-    for name, count in zip(classes, counts, strict=True):
-        if name.encode(errors="replace").decode() != name:
-            raise ValueError(f"data.root: class {printable(name)} is not UTF-8; rename it")
-        if spelled.setdefault(unicodedata.normalize("NFC", name), name) != name:
-            raise ValueError(
-                f"data.root: two classes in {folder} are called {name}, with accents encoded in "
-                "different ways (Unicode NFC and NFD); merge them"
-            )
-        if count < least:
-            raise ValueError(
-                f"data.root: class {shorten(name)} has {count} {part}images in {folder}, and needs "
-                f"at least {least}; add some, or delete the class"
-            )
+    _check_names(classes, folder)
+    few = [
+        f"class {shorten(name)} has {counted(count, f'{part}image')}"
+        for name, count in zip(classes, counts, strict=True)
+        if count < least
+    ]
+    if few:
+        raise ValueError(
+            f"data.root: {some(few)} in {folder}; each class needs at least {least}: add images, "
+            "or delete the class"
+        )
     if listed is None:
         pairs = zip(paths, labels.tolist(), strict=True)
         lines = (f"{os.path.relpath(str(path), folder)}\0{label}\n" for path, label in pairs)

@@ -65,10 +65,10 @@ def part_of(name: str) -> str | None:
 
 
 def find_parts(root: Path) -> list[Path]:
-    """Return the folders of the training and the test images, or the one that is to be split.
+    """Return the folders of training, test and held-out images, or the one that is to be split.
 
     A part contains class folders or shards; other folders are classes. train/ may be missing, but
-    not the folder of test images.
+    not the folder of test images. One for validation beside it has the held-out images.
     """
     folders, inner = visible_folders(root), root / "images"
     named = [(word, path) for path in folders if (word := part_of(path.name))]
@@ -94,7 +94,7 @@ def find_parts(root: Path) -> list[Path]:
             f"data.test_fraction; for classes, rename {names}"
         )
     folder_of = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
-    chosen = [folder_of[TRAIN], folder_of[tests[0]]]
+    chosen = [folder_of[word] for word in (TRAIN, *tests[:2])]
     if ignored := some(sorted(path.name for _, path in named if path not in chosen)):
         note_once(f"{root}: {ignored} ignored; test images are in {chosen[1].name}")
     while all([f.name for f in visible_folders(part)] == [part.name] for part in chosen):
@@ -104,7 +104,7 @@ def find_parts(root: Path) -> list[Path]:
 
 def recognize(root: Path) -> str | None:
     """Return the value of data.name for a user's own images, or None for anything else."""
-    if root.suffix.lower() == ".csv" and root.is_file():
+    if root.suffix.lower() in (".csv", ".tsv") and root.is_file():
         return "table"
     part = next(filter(Path.is_dir, find_parts(root)), root)
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
@@ -113,7 +113,7 @@ def recognize(root: Path) -> str | None:
     # Downloaded data sets may lie beside a folder of images, but not beside class folders. Images
     # without classes are refused when the folder is listed.
     folders = visible_folders(part)
-    is_folder = len(folders) > 1 and all(map(_has_image, folders))
+    is_folder = sum(map(_has_image, folders)) > 1
     return "folder" if is_folder or _has_image(root) else None
 
 
@@ -126,6 +126,8 @@ def check_stored(data: DataConfig, is_target: bool = True) -> None:
     is_stored = files and any(root.glob(files))
     is_empty = not root.is_file() and not any(root.glob("*"))
     if not (data.spec.own_files or is_stored or (files and is_target and is_empty)):
+        if not root.exists():
+            raise ValueError(f"data.root: {root} does not exist; check the path")
         raise ValueError(
             f"data.root: {root} does not contain {data.name} ({content(root)}); check the path, or "
             "train with --data.name folder, table or shards for images of your own (docs/data.md "

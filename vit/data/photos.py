@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from vit.console import counted, note_once
 from vit.data.layout import image_files, note_unused
 from vit.data.pixels import Bands, Unusable, bands_of, open_image
 
@@ -40,7 +41,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
     The order is as given, and sorted within a folder; each file is listed once. In folders, hidden
     files are ignored, and others that are not images are named in a note.
     """
-    photos: dict[str, Path] = {}
+    photos, links = dict[str, Path](), 0
     for path in map(Path, names):
         if path.is_dir():
             images, others = image_files(path)
@@ -50,7 +51,9 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
         else:
             images = [str(_require_file(path, key))]
         for image in sorted(images):
-            photos.setdefault(os.path.realpath(image), Path(image))
+            links += photos.setdefault(os.path.realpath(image), Path(image)) != Path(image)
+    if links:
+        note_once(f"{counted(links, 'file', ',')} ignored, named twice or links to others")
     return list(photos.values())
 
 

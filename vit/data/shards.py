@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 from tqdm import tqdm
 
-from vit.console import printable, rank, shorten
+from vit.console import note_once, printable, rank, shorten
 from vit.data import layout
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
@@ -41,7 +41,9 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     """
     root = Path(data.root)
     parts = layout.find_parts(root)
-    part = parts[0 if train else -1]
+    part = parts[0 if train else 1 % len(parts)]
+    if parts[2:]:
+        note_once(f"{root}: {parts[2].name} ignored; test images are in {parts[1].name}")
     shards = layout.tar_files(part)
     if not shards:
         raise ValueError(

@@ -1,26 +1,35 @@
 """CSV tables of image files and their labels, one image per row."""
 
 import csv
+import dataclasses
 import itertools
 import os
 from pathlib import Path
 
 import torch
 
-from vit.console import note_once, shorten
+from vit.console import shorten
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
 from vit.data.layout import TESTS, TRAIN, content, part_of, some
 
 PATH, LABEL, SPLIT = "path", "label", "split"
-ALSO = {"file": PATH, "filename": PATH, "image": PATH, "part": SPLIT, "subset": SPLIT}
+ALSO = {
+    "file": PATH,
+    "filename": PATH,
+    "image": PATH,
+    "class": LABEL,
+    "part": SPLIT,
+    "subset": SPLIT,
+}
 
 
 def list_table(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of a table, in its order.
 
     `data.root` is a CSV file with a header, in UTF-8, whose paths are relative to its folder.
-    Validation images are the test images where no others are named, and are ignored out otherwise.
+    Validation images are the test images where no others are named. Otherwise, the training images
+    include them, and they are held out.
     Without a column "split", `data.test_fraction` splits the images. Class names are sorted, as
     numbers if all are whole numbers.
 
@@ -35,13 +44,13 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
     parts = {part for _, part in rows.values()}
     split, test = parts <= {None}, next((name for name in TESTS if name in parts), "test")
-    if ignored := some(sorted(part for part in parts - {TRAIN, test} if part)):
-        note_once(f"{file}: rows of {ignored} ignored; test images are the rows of {test}")
-    wanted = None if split else (TRAIN if train else test)
     numbers = {label: number for number, label in enumerate(classes)}
-    chosen = {path: numbers[label] for path, (label, part) in rows.items() if part == wanted}
-    targets = torch.tensor([*chosen.values()], dtype=torch.int64)
-    return user_files(data, train, split, file.parent, [*chosen], targets, classes)
+    chosen = [row for row in rows.items() if split or (row[1][1] != test) == train]
+    targets = torch.tensor([numbers[label] for _, (label, _) in chosen], dtype=torch.int64)
+    held = [part not in (None, TRAIN, test) for _, (_, part) in chosen]
+    paths = [path for path, _ in chosen]
+    files = user_files(data, train, split, file.parent, paths, targets, classes)
+    return dataclasses.replace(files, held=torch.tensor(held) if any(held) else None)
 
 
 def _read(file: Path) -> dict[str, tuple[str, str | None]]:
@@ -53,9 +62,8 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
     rows, seen = dict[str, tuple[str, str | None]](), set[str]()
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            header = stream.readline()
+            delimiter = max(",;\t", key=stream.readline().count)  # Excel writes all of them
             stream.seek(0)
-            delimiter = ";" if ";" in header and "," not in header else ","  # as some Excel writes
             reader = csv.DictReader(stream, delimiter=delimiter)
             names = [name.strip().lower() for name in reader.fieldnames or []]
             reader.fieldnames = columns = [ALSO.get(name, name) for name in names]
@@ -69,19 +77,19 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
             if not {PATH, LABEL} <= {*columns}:
                 raise ValueError(
                     f"data.root: {file} has the columns {some([*map(shorten, names)])}; expected "
-                    f"are {PATH} (or file, filename or image), {LABEL} and, optionally, {SPLIT} "
-                    "(or part or subset)"
+                    f"are {PATH} (or file, filename or image), {LABEL} (or class) and, optionally, "
+                    f"{SPLIT} (or part or subset)"
                 )
             for record in reader:
                 values = {name: (record[name] or "").strip() for name in columns}
                 path = str(file.parent / os.path.expanduser(values[PATH]))  # noqa: PTH111 - no error
-                target, split = os.path.realpath(path), values.get(SPLIT)
+                target, split = os.path.abspath(path), values.get(SPLIT)  # noqa: PTH100 - keeps links
                 part, missing = part_of(split or ""), not Path(path).is_file()
                 unknown = split is not None and part is None
                 problems = {
                     "more values than the header has columns": None in record,
                     "the label is empty": not values[LABEL],
-                    f"{path} is listed twice, perhaps as a link": target in seen,
+                    f"{path} is listed twice": target in seen,
                     f"{path}: file not found; paths are relative to the table": missing,
                     f"split is {shorten(split)!r}; it must be train, val or test": unknown,
                 }
