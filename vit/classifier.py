@@ -28,13 +28,10 @@ from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.settings import require
 
-# Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
-PART = 64
-# Attention weights of a forward pass for maps: half a gigabyte, and their gradients as much again.
-MOST_WEIGHTS = 2**27
+PART = 64  # images per forward pass on a CPU, whose activations fit into a core's cache
+MOST_WEIGHTS = 2**27  # attention weights per forward pass for maps: half a gigabyte in float32
 PHOTO_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.photos)
-
-Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tell from a str
+Photos = list[Any] | tuple[Any, ...]  # of Photo; not a Sequence, because a str is one, too
 
 
 def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> nn.Module:
@@ -42,17 +39,15 @@ def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -
     size, channels = preprocess.image_size, preprocess.channels
     if config.name != "vit":
         arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
-        # For `Muon`, which needs kernels in this layout; convolutions are faster in it too.
-        return create(config.name, {**arguments, "num_classes": num_classes}).to(
-            memory_format=torch.channels_last
-        )
+        model = create(config.name, {**arguments, "num_classes": num_classes})
+        return model.to(memory_format=torch.channels_last)  # faster, and what `Muon` needs
     return VisionTransformer(
         img_size=size, in_chans=channels, num_classes=num_classes, **config.vit_arguments()
     )
 
 
 def threads_of(device: torch.device) -> int:
-    """Return how many threads compute images of their own: on a CPU, as many as torch has."""
+    """Return the number of threads that each compute their own images: torch's on a CPU, or 1."""
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
@@ -60,16 +55,13 @@ def threads_of(device: torch.device) -> int:
 class Classifier:
     """A model in evaluation mode with its preprocessing and class names.
 
-    It normalizes images, so that no caller can forget to.
-
     Attributes:
         model: Our VisionTransformer or any timm model, in evaluation mode, on the device.
         preprocess: Turns an image into the model's input.
         classes: The C class names.
         device: Where to compute.
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
-        flip: Whether `logits` averages those of each image and its mirror image. Maps explain the
-            image alone.
+        flip: Whether `logits` averages each image and its mirror image. Maps explain the image.
         calibration: What the held-out images of the run say about probabilities, or None.
     """
 
@@ -87,7 +79,7 @@ class Classifier:
                 object.__setattr__(self, "model", copy.deepcopy(self.model))
 
     def __repr__(self) -> str:
-        """Say what this is in a line, instead of listing every module."""
+        """Describe this in a line, instead of listing every module."""
         kind, size = type(self.model).__name__, "x".join(map(str, self.preprocess.image_size))
         return (
             f"Classifier({kind}, {len(self.classes)} classes, {size} pixels, "
@@ -96,7 +88,7 @@ class Classifier:
 
     @property
     def has_maps(self) -> bool:
-        """Whether the model's attention can be read, so that there are maps."""
+        """Whether the model's attention can be read."""
         return attention_model(self.model) is not None
 
     def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
@@ -108,7 +100,7 @@ class Classifier:
         return self.preprocess.normalize(images.to(self.device))
 
     def logits(self, images: Tensor | ImageSet, batch_size: int = 500) -> Tensor:
-        """Classify images (N, channels, H, W) uint8, on any device, at most `batch_size` at once.
+        """Classify images (N, channels, H, W) uint8, on any device, `batch_size` at most at once.
 
         Returns:
             Logits (N, C) float32, on the device.
@@ -116,21 +108,21 @@ class Classifier:
         return self._by_parts(self._classify, images, batch_size)
 
     def features(self, images: Tensor | ImageSet | Photo | Photos, batch_size: int = 500) -> Tensor:
-        """Return what the head gets for images or photos: (N, D) float32, on the device."""
+        """Return the input of the head for images or photos: (N, D) float32, on the device."""
         if not isinstance(images, Tensor | ImageSet):
             images = self._resize(images)
         return self._by_parts(self._features, images, batch_size)
 
     def part_size(self, batch_size: int = 500) -> int:
-        """Return the number of images per forward pass that is fastest, on all cores together."""
+        """Return the number of images per forward pass that is fastest."""
         if self.device.type != "cpu":
             return batch_size
         return max(1, min(PART, batch_size // torch.get_num_threads()))
 
     def _by_parts(
-        self, work: Callable[[Tensor], Tensor], images: Tensor | ImageSet, batch_size: int = 500
+        self, work: Callable[[Tensor], Tensor], images: Tensor | ImageSet, batch_size: int
     ) -> Tensor:
-        """Compute something of images in parts; on a CPU, each core works on another part."""
+        """Apply a function to images in parts; on a CPU, each core works on another part."""
         size = self.part_size(batch_size)
         parts = images.split(size) if isinstance(images, Tensor) else images.parts(size)
         count = max(1, math.ceil(len(images) / size))
@@ -172,12 +164,12 @@ class Classifier:
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
             precision: Precision of the forward pass.
-            batch_size: Most images per forward pass; fewer if their attention weights take more
-                than half a gigabyte.
+            batch_size: Most images per forward pass, unless their attention weights take more than
+                half a gigabyte.
             rollout: Options for kind "rollout" only.
 
         Returns:
-            Logits (N, C) float32, and for each kind maps (N, rows, columns) in the units of
+            Logits (N, C) float32 and, for each kind, maps (N, rows, columns) as of
             `attention_maps`; all on the device.
 
         Raises:
@@ -187,13 +179,13 @@ class Classifier:
         reader: Any = require_attention(self.model)
         rows, columns = reader.patch_embed.grid(*images.shape[2:])
         tokens = reader.num_prefix_tokens + rows * columns
-        numbers = tokens**2 * sum(block.attn.num_heads for block in reader.blocks)
-        batch_size = max(1, min(batch_size, MOST_WEIGHTS // numbers))
+        num_weights = tokens**2 * sum(block.attn.num_heads for block in reader.blocks)
+        batch_size = max(1, min(batch_size, MOST_WEIGHTS // num_weights))
         for start in range(0, len(images), batch_size):
             part = slice(start, start + batch_size)
-            aim = None if target is None else target[part].to(self.device)
+            labels = None if target is None else target[part].to(self.device)
             inputs = self.normalize(images[part])
-            parts.append(attention_maps(self.model, inputs, kinds, aim, precision, rollout))
+            parts.append(attention_maps(self.model, inputs, kinds, labels, precision, rollout))
         logits = torch.cat([logits for logits, _ in parts])
         return logits, {kind: torch.cat([maps[kind] for _, maps in parts]) for kind in kinds}
 
@@ -204,14 +196,13 @@ class Classifier:
     def predict(
         self, photos: Photo | Photos, top: int = 5
     ) -> dict[str, float] | list[dict[str, float]]:
-        """Return the probabilities of the most probable classes, best first, by name.
+        """Return the probabilities of the `top` classes, best first, by name.
 
         They are calibrated if the model has a `calibration`.
 
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
-                size; or a list of them, which gives a list.
-            top: Number of classes.
+                size; or a list of them, for which a list is returned.
 
         Raises:
             ValueError: A photo cannot be read.
@@ -220,8 +211,8 @@ class Classifier:
         several = isinstance(photos, list | tuple)
         if several and not photos:
             return []
-        found = self.ranked(self.logits(self._resize(photos)), top)
-        return found if several else found[0]
+        rankings = self.ranked(self.logits(self._resize(photos)), top)
+        return rankings if several else rankings[0]
 
     def _resize(self, photos: Photo | Photos) -> Tensor:
         """Return photos as (N, channels, H, W) uint8."""
@@ -242,41 +233,41 @@ class Classifier:
         kinds: str | Sequence[str] = PHOTO_KINDS,
         target: str | None = None,
     ) -> Explanation | list[Explanation]:
-        """Map what the model attends to in one photo or in several, as for `predict`.
+        """Map what the model attends to in a photo or a list of photos, as for `predict`.
 
         Args:
-            photos: One photo or a list.
+            photos: As for `predict`.
             kinds: One kind of map or several, keys of `vit.explain.kinds.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
 
         Raises:
             ValueError: A photo cannot be read, a kind or class does not exist, or the model has no
-                maps, see `has_maps`.
+                maps.
         """
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         require(bool(kinds), "kinds", kinds, f"one or more of {', '.join(ALL_KINDS)}")
-        aim = None if target is None else torch.tensor([self.class_index(target)])
+        label = None if target is None else self.class_index(target)
         if isinstance(photos, list | tuple):
-            return [self._explain(photo, kinds, aim) for photo in photos]
-        return self._explain(photos, kinds, aim)
+            return [self._explain(photo, kinds, label) for photo in photos]
+        return self._explain(photos, kinds, label)
 
-    def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> Explanation:
+    def _explain(self, photo: Photo, kinds: list[str], label: int | None) -> Explanation:
         pixels = to_photo(photo, self.preprocess.channels)
         image = self.preprocess.resize(pixels)[None]
         logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
         (probabilities,) = self.ranked(logits, len(self.classes))
-        best = next(iter(probabilities))
-        aim = logits.argmax(dim=1) if target is None else target
-        _, maps = self.maps(image, kinds, aim)
+        if label is None:
+            label = self.classes.index(next(iter(probabilities)))
+        _, maps = self.maps(image, kinds, torch.tensor([label]))
         seen, padding = self.preprocess.view(*pixels.shape[:2])
         return Explanation(
             photo=pixels,
             seen=seen,
             padding=padding,
             fill=self.preprocess.fill,
-            maps={kind: found[0].cpu() for kind, found in maps.items()},
+            maps={kind: values[0].cpu() for kind, values in maps.items()},
             probabilities=probabilities,
-            target=best if target is None else self.classes[int(target)],
+            target=self.classes[label],
             name=Path(photo).name if isinstance(photo, str | Path) else "photo",
         )
 
@@ -285,7 +276,7 @@ class Classifier:
         return logits / self.calibration.temperature if self.calibration else logits
 
     def ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
-        """Return the calibrated probabilities of the most probable classes, from logits (N, C)."""
+        """Return the calibrated probabilities of the `top` classes, from logits (N, C)."""
         best = self.scaled(logits).softmax(dim=1).topk(min(top, len(self.classes)))
         return [
             {self.classes[index]: probability for probability, index in zip(*row, strict=True)}
@@ -293,7 +284,7 @@ class Classifier:
         ]
 
     def class_index(self, name: str) -> int:
-        """Return the index of a class; ValueError if the model has no such class."""
+        """Return the index of a class; ValueError if there is none of this name."""
         classes = ", ".join(self.classes)
         require(name in self.classes, "target", name, f"a class of this model, one of {classes}")
         return self.classes.index(name)

@@ -1,21 +1,17 @@
-"""Models on the Hugging Face Hub: `hf-hub:OWNER/NAME` names one wherever a folder is expected."""
+"""Models on the Hugging Face Hub, named hf-hub:OWNER/NAME wherever a folder is expected."""
 
 from pathlib import Path
 
 from vit.console import shorten
 
 HUB = "hf-hub:"  # before a repository's name, as in timm's names
-FILES = ["*.json", "*.safetensors"]  # what a model is read from; nothing that could be executed
+FILES = ["*.json", "*.safetensors"]  # all that is needed; nothing in them is executed
 
 
 def download(name: str) -> Path:
-    """Download a model from the Hub, or find it in the cache.
+    """Download a model from the Hub, and return its folder in huggingface_hub's read-only cache.
 
-    Args:
-        name: hf-hub:OWNER/NAME; @REVISION (a branch, tag or commit) may follow.
-
-    Returns:
-        Its folder in the cache of huggingface_hub, which nothing may be written into.
+    The name is hf-hub:OWNER/NAME; @REVISION (a branch, tag or commit) may follow.
 
     Raises:
         ValueError: There is no such model, or neither the Hub nor a copy can be reached.

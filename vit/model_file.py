@@ -1,7 +1,6 @@
-"""The model file: a Classifier with its config as safetensors; loading it, or a checkpoint.
+"""Model files: a Classifier with its config as safetensors, sealed by a SHA-256 of the contents.
 
-A model file is written completely or not at all and carries the SHA-256 of its contents. Nothing in
-it is ever executed.
+Loading one, or a checkpoint, executes nothing in it.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vit.calibration import Calibration
@@ -40,7 +39,7 @@ from vit.run.folder import MODEL_FILE
 from vit.settings import ClassNames, Steps, Text, group, parse, suggest
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
-METADATA_KEY = "vit"  # in the file's metadata: config, preprocessing, classes and step as JSON
+METADATA_KEY = "vit"  # in the file's metadata: `ModelMetadata` as JSON
 DIGEST_KEY = "sha256"  # in the file's metadata: of the whole file, with zeros for the digest itself
 BLANK = "0" * 64
 MODEL_SUFFIX = ".safetensors"
@@ -61,27 +60,18 @@ class ModelMetadata:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class SavedModel(Classifier):
-    """A classifier as it comes out of a file, and where it comes from.
+    """A classifier from a file."""
 
-    Attributes:
-        config: With which it was trained.
-        step: Optimizer steps of its training.
-        total_steps: Of the whole run; None in model files.
-        path: The model file or checkpoint.
-        fingerprint: Of the user's files, see `vit.data.images.user_files`.
-        home: Where results belong; None is next to the file.
-    """
-
-    config: Config
-    step: int
-    total_steps: int | None
-    path: Path
-    fingerprint: str = ""
-    home: Path | None = None
+    config: Config  # of the run that trained it
+    step: int  # optimizer steps of its training
+    total_steps: int | None  # of the whole run; None in model files
+    path: Path  # the model file or checkpoint
+    fingerprint: str = ""  # of the user's files, see `vit.data.images.user_files`
+    home: Path | None = None  # where results belong; None means next to the file
 
     @property
     def finished(self) -> bool:
-        """Whether this is the result of a finished run rather than a checkpoint."""
+        """Whether this is a finished model, not a checkpoint."""
         return self.path.suffix == MODEL_SUFFIX
 
     @property
@@ -89,7 +79,7 @@ class SavedModel(Classifier):
         """The folder of the run, or the one in which results about the model belong."""
         if self.home:
             return self.home
-        folder = self.path.parent.absolute()  # not where a link in the run leads
+        folder = self.path.parent.absolute()  # does not follow a link inside the run
         folder = (folder.parent if folder.name == CHECKPOINT_FOLDER else folder).resolve()
         if folder == BUNDLED:  # nothing is written into the package
             return Path("runs/included") / self.path.stem
@@ -100,16 +90,16 @@ class SavedModel(Classifier):
 
     @property
     def name(self) -> str:
-        """A short name: that of the run folder, or of the bundled model."""
+        """The name of the run folder or of the bundled model."""
         return self.run.name
 
     def with_progress(self, name: str | Path) -> str:
-        """Return a name of the file with how far the run is, if it is unfinished."""
+        """Return a name of the file, with the step of an unfinished run."""
         total = "" if self.total_steps is None else f" of {self.total_steps:,}"
         return str(name) if self.finished else f"{name} (unfinished run, step {self.step:,}{total})"
 
     def describe(self) -> str:
-        """Name the file, whether the run is unfinished, the device and the precision."""
+        """Describe the file, the device and the precision in one line."""
         return (
             f"{printable(self.with_progress(self.path))}: {describe(self.device)}, "
             f"{str(self.precision).removeprefix('torch.')}"
@@ -148,7 +138,18 @@ def build_saved(
     where, config, classes = choose_device(device), about.config, about.classes
     dtype = choose_precision("float32" if precision == "auto" else precision, where)
     preprocess = about.preprocess or Preprocess.from_config(config.data)
-    model = _build(config.model, preprocess, len(classes), weights, path)
+    for name, weight in weights.items():
+        if weight.is_complex() or not weight.isfinite().all():
+            raise ValueError(f"{path}: {name} has values that are not finite real numbers")
+    try:
+        with _at_most(len(weights)):  # costs little if the weights do not fit the config
+            claimed = build_model(config.model, preprocess, len(classes))
+        claimed.load_state_dict(weights, assign=True)
+        model = build_model(config.model, preprocess, len(classes))
+        model.load_state_dict(weights)
+    except (RuntimeError, ValueError) as error:
+        reason = shorten(error, 300)
+        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
     return SavedModel(
         model.to(where).eval(), preprocess, classes, where, dtype,
         calibration=getattr(about, "calibration", None), config=config, step=about.step,
@@ -156,33 +157,10 @@ def build_saved(
     )  # fmt: skip
 
 
-def _build(
-    config: ModelConfig,
-    preprocess: Preprocess,
-    num_classes: int,
-    weights: Mapping[str, Tensor],
-    path: Path,
-) -> nn.Module:
-    """Build a model with weights; it takes memory and time only if they fit its config."""
-    for name, weight in weights.items():
-        if weight.is_complex() or not weight.isfinite().all():
-            raise ValueError(f"{path}: {name} has values that are not finite real numbers")
-    try:
-        with _at_most(len(weights)):
-            claimed = build_model(config, preprocess, num_classes)
-        claimed.load_state_dict(weights, assign=True)
-        model = build_model(config, preprocess, num_classes)
-        model.load_state_dict(weights)
-    except (RuntimeError, ValueError) as error:
-        reason = shorten(error, 300)
-        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
-    return model
-
-
 @contextlib.contextmanager
 def _at_most(count: int) -> Iterator[None]:
-    """Build modules without memory, up to ten times `count` parameters, as some are replaced."""
-    left, builder = 10 * count + 100, threading.get_ident()
+    """Build modules without memory, and at most ten times `count` parameters."""
+    left, builder = 10 * count + 100, threading.get_ident()  # some parameters are replaced
 
     def register(*_: Any) -> None:
         nonlocal left
@@ -199,7 +177,7 @@ def _at_most(count: int) -> Iterator[None]:
 
 
 def _find_model(path: Path) -> Path:
-    """Return the file of a run folder, a bundled model or a file; ValueError if there is none."""
+    """Return the file of a run folder, a bundled model or a file; else ValueError."""
     if not path.exists():
         bundled = bundled_models()
         if str(path) in bundled:
@@ -220,18 +198,18 @@ def _find_model(path: Path) -> Path:
                 "config.json of a model that transformers saved"
             )
         return checkpoints[-1]
-    if not (path.is_file() or path.is_dir()):  # a device or a pipe, which might never end
+    if not (path.is_file() or path.is_dir()):  # a device or a pipe, reading which may never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
     return path
 
 
 def bundled_models() -> dict[str, Path]:
-    """Return the files of the models that come with the package, by name."""
+    """Return the files of the bundled models, by name."""
     return {file.stem: file for file in sorted(BUNDLED.glob(f"*{MODEL_SUFFIX}"))}
 
 
 def is_own_file(path: Path) -> bool:
-    """Tell whether a file is a model file or a checkpoint of this project, possibly damaged."""
+    """Return whether a file is a model file or checkpoint of this project, possibly damaged."""
     if path.suffix != MODEL_SUFFIX:
         is_checkpoint = path in checkpoint_paths(path.parent.parent)
         return is_checkpoint or unseal(require_file(path).read_bytes()) is not None
@@ -245,11 +223,8 @@ def is_own_file(path: Path) -> bool:
 def save_model(
     path: Path, classifier: Classifier, config: Config, step: int, fingerprint: str = ""
 ) -> None:
-    """Write a classifier as safetensors with config, preprocessing, classes, step and digest."""
-    tensors = {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in classifier.model.state_dict().items()
-    }
+    """Write a model file."""
+    tensors = {k: v.cpu().contiguous() for k, v in classifier.model.state_dict().items()}
     about = ModelMetadata(
         config=config,
         preprocess=classifier.preprocess,
@@ -266,7 +241,7 @@ def save_model(
 
 
 def attention_code(model: ModelConfig) -> str:
-    """Identify the code of a model's attention, see `attention_digest`; "" for a timm model."""
+    """Return the `attention_digest` of a model; "" for a timm model."""
     return attention_digest(model.attention) if model.name == "vit" else ""
 
 

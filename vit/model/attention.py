@@ -73,20 +73,17 @@ def causal_mask(num_tokens: int, device: torch.device | str | None = None) -> Te
 
 
 def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
-    """Return a mask that hides the padding after each sequence.
+    """Return a mask, (B, 1, N), that is True where a key is not padding.
 
     Args:
-        lengths: (B,) integers, 0 to num_tokens: the length of each sequence without padding.
+        lengths: (B,) integers, 0 to N: the length of each sequence without padding.
         num_tokens: N, the padded length.
-
-    Returns:
-        (B, 1, N) boolean, True where a key is not padding.
     """
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
 def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
-    """Return a mask as booleans that broadcast to (B, H, N, N); a ValueError if it is unclear."""
+    """Return a mask as booleans that broadcast to (B, H, N, N); ValueError if it is ambiguous."""
     if mask is None:
         return None
     heads = mask.unsqueeze(1) if mask.ndim == 3 else mask
@@ -108,10 +105,9 @@ def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tens
 class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
-    One projection computes queries, keys and values. Each head attends on its own, and an output
-    projection combines the heads. Without a mask, and if the weights are neither needed nor
-    dropped, torch's fused kernel takes the place of `scaled_dot_product_attention`, unless that was
-    edited; see `vit.model.fused_kernel`.
+    Without a mask, and if the weights are neither needed nor dropped, torch's fused kernel takes
+    the place of `scaled_dot_product_attention`, unless that was edited; see
+    `vit.model.fused_kernel`.
 
     Args:
         dim: D, token width.
@@ -121,8 +117,8 @@ class MultiHeadSelfAttention(nn.Module):
         qk_norm: Whether queries and keys are layer-normalized in each head (arXiv 2302.05442).
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projection.
-        attention: What each head computes instead of `scaled_dot_product_attention`, see
-            `vit.model.variants`; None for that function.
+        attention: What each head computes, see `vit.model.variants`; None means
+            `scaled_dot_product_attention`.
         norm_eps: Added to the variance in the norms of queries and keys.
 
     Raises:
@@ -164,17 +160,17 @@ class MultiHeadSelfAttention(nn.Module):
 
         Args:
             x: (B, N, D).
-            mask: Boolean, (N, N), (B, N, N), (B, 1, N) or what broadcasts to (B, H, N, N); True
-                where a query (row) may attend to a key (column), as in torch's function, while
-                nn.MultiheadAttention hides it. Ones and zeros, or floats of 0 and -inf that would
-                be added to scores, mean the same. See `causal_mask` and `padding_mask`.
+            mask: Boolean, (N, N), (B, N, N), (B, 1, N) or any shape that broadcasts to
+                (B, H, N, N); True where a query (row) may attend to a key (column), as in torch's
+                function but not in nn.MultiheadAttention. Ones and zeros, or floats of 0 and -inf
+                as added to scores, mean the same. See `causal_mask` and `padding_mask`.
             need_weights: Whether to return the attention weights too.
 
         Returns:
             (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
 
         Raises:
-            ValueError: The mask is another, or queries, keys and values are given.
+            ValueError: The mask has another form, or keys and values are passed.
         """
         if isinstance(need_weights, Tensor):
             raise ValueError("self-attention computes queries, keys and values of one tensor, x")

@@ -1,9 +1,4 @@
-"""What a map needs from a model, and which models offer it: ours, and many of timm's.
-
-A model whose attention can be read has one sequence of tokens, one for each patch.
-
-Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.
-"""
+"""Which models have attention that can be read: ours, and many timm models."""
 
 from typing import TYPE_CHECKING, TypeAlias, Union
 
@@ -19,10 +14,10 @@ AttentionModel: TypeAlias = Union[VisionTransformer, "TimmAttentionModel"]
 
 
 def attention_model(model: nn.Module) -> AttentionModel | None:
-    """Return a model, or an adapter for it, with which its attention can be read; None if none."""
+    """Return what reads a model's attention; None if it cannot be read, see `require_attention`."""
     if isinstance(model, VisionTransformer):
         return model
-    if not type(model).__module__.startswith("timm."):  # asked without importing timm
+    if not type(model).__module__.startswith("timm."):  # without importing timm
         return None
     from vit.model.timm_attention import TimmAttentionModel, unread_class
 
@@ -35,8 +30,7 @@ def require_attention(model: nn.Module) -> AttentionModel:
     Raises:
         ValueError: The model's attention cannot be read.
     """
-    readable = attention_model(model)
-    if readable is None:
+    if (readable := attention_model(model)) is None:
         raise ValueError(no_maps_text(model))
     return readable
 
@@ -50,13 +44,13 @@ def prefix_names(model: nn.Module) -> list[str]:
 
 
 def size_unit(model: nn.Module) -> int:
-    """Return the number of pixels by which the sides of its images vary: a patch, or one pixel."""
+    """Return the step in pixels between the image sizes of a model: a patch, or one pixel."""
     readable = attention_model(model)
     return 1 if readable is None else readable.patch_embed.patch_size
 
 
 def no_maps_text(model: nn.Module) -> str:
-    """Say in one line that there are no maps for a model, and which class is the reason."""
+    """Explain in one line why there are no maps for a model: which class cannot be read."""
     unread = type(model).__name__
     if type(model).__module__.startswith("timm."):
         from vit.model.timm_attention import unread_class

@@ -9,7 +9,7 @@ from pydantic import Field
 from vit import settings
 
 PATCH_SIZE = 4  # of a model trained from scratch, unless set
-TIMM = "timm:"  # how the name of a model of timm begins
+TIMM = "timm:"  # before the name of a timm model
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
 
@@ -93,14 +93,11 @@ class ModelConfig:
     attention: settings.Text = "dot"
 
     def __post_init__(self) -> None:
-        if self.name != "vit":
-            self._check_timm()
+        if self.name == "vit":
+            settings.check(self, "timm_args", self.timm_args is None, "null with model.name=vit")
+            if self.patch_size is None and self.pretrained is None:
+                object.__setattr__(self, "patch_size", PATCH_SIZE)
             return
-        settings.check(self, "timm_args", self.timm_args is None, "null with model.name=vit")
-        if self.patch_size is None and self.pretrained is None:
-            object.__setattr__(self, "patch_size", PATCH_SIZE)
-
-    def _check_timm(self) -> None:
         is_timm = self.name.startswith(TIMM) and self.name != TIMM
         allowed = f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18"
         settings.check(self, "name", is_timm, allowed)

@@ -1,8 +1,8 @@
 """Dropout and stochastic depth whose masks do not depend on how a batch is divided.
 
-A key of the image, the number of the layer and the index of the element are hashed to 32 bits,
-which are compared with the rate. So several processes, or micro-batches, drop what one process
-would drop. Without keys, as in a notebook, the modules draw from torch's generator.
+The image's key, the layer's number and the element's index are hashed to 32 bits, which are
+compared with the rate, so several processes or micro-batches drop what one process would. Without
+keys, as in a notebook, the modules draw from torch's generator.
 
 The hash is a permutation of the 32-bit integers from https://github.com/skeeto/hash-prospector with
 an avalanche bias of 0.165. Its multipliers fit into int32, whose products wrap around.
@@ -29,17 +29,14 @@ def scramble(numbers: Tensor) -> Tensor:
 
 
 def derive(key: Tensor, numbers: Tensor) -> Tensor:
-    """Derive keys from keys and numbers, int32 tensors that broadcast.
-
-    For a fixed key, different numbers give different keys, and the other way round.
-    """
+    """Derive keys from keys and numbers, int32 that broadcast; one-to-one in either argument."""
     return scramble(scramble(numbers) ^ key)
 
 
 def image_keys(seed: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the keys, (count,) int32, of images from position `first` of the whole batch on.
 
-    The seed has 32 bits and is different for each step.
+    The 32-bit seed is that of a step.
     """
     positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
     return derive(torch.tensor(seed).to(torch.int32), positions)

@@ -1,7 +1,7 @@
 """From pixels to tokens: patch embedding and position embeddings.
 
-A grid is (rows, columns) of patches. It is computed from the size of the image and passed along
-with the tokens; a number of tokens alone does not determine it.
+The grid is computed from the size of the image and passed along with the tokens, because their
+number does not determine it. Patches follow each other row by row.
 
 Shapes: B batch, C colour channels, D token width, P patches (rows x columns).
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vit.model.tracing import leaf_of_graphs
 
+Grid = tuple[int, int]  # rows and columns of patches
 WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
 
 
@@ -22,8 +23,8 @@ class PatchEmbed(nn.Module):
     """Split an image into patches and embed each patch as a token.
 
     Args:
-        img_size: Height and width of the images the position embeddings belong to, in pixels, or
-            one number for square images. Images of other sizes are accepted too.
+        img_size: Height and width in pixels of the images that position embeddings are for, or one
+            number for both. Images of other sizes are accepted too.
         patch_size: Side of a square patch in pixels; divides height and width of every image.
         in_chans: C, colour channels.
         embed_dim: D, token width.
@@ -63,12 +64,8 @@ class PatchEmbed(nn.Module):
         # In channels-last layout the output of a convolution already is the sequence of tokens.
         self.proj.to(memory_format=torch.channels_last)
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the grid, (rows, columns), of an image with this height and width in pixels.
-
-        Raises:
-            ValueError: height or width is zero or not a multiple of patch_size.
-        """
+    def grid(self, height: int, width: int) -> Grid:
+        """Return the grid of an image; ValueError unless patch_size divides both sides."""
         if height % self.patch_size or width % self.patch_size or not height * width:
             raise ValueError(
                 f"patch_size: {self.patch_size} does not divide img_size={height} x {width} "
@@ -77,15 +74,8 @@ class PatchEmbed(nn.Module):
         return height // self.patch_size, width // self.patch_size
 
     @leaf_of_graphs
-    def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Embed the patches of images (B, C, height, width).
-
-        Returns:
-            Tokens (B, P, D) in row-major order, and their grid (rows, columns).
-
-        Raises:
-            ValueError: height or width is zero or not a multiple of patch_size.
-        """
+    def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
+        """Turn images (B, C, height, width) into tokens (B, P, D) and their `grid`."""
         grid = self.grid(*images.shape[-2:])
         # Channels-last, in the only way that torch.func.vmap knows.
         images = images.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -101,11 +91,11 @@ def image_conv(model: nn.Module, in_chans: int) -> nn.Conv2d | None:
 
 @torch.no_grad()
 def whiten(conv: nn.Conv2d, images: Tensor) -> None:
-    """Initialise the first convolution of a model to whiten the patches it sees.
+    """Initialise a convolution to whiten the patches of images (arXiv 2404.00498, section 3.2).
 
-    Its kernels become the principal components of the patches of images (B, C, height, width),
-    normalized like the training images: strongest first, scaled to unit variance, each with both
-    signs (arXiv 2404.00498, section 3.2). Kernels left over keep their initial values.
+    Its kernels become the principal components of patches of normalized images (B, C, height,
+    width): strongest first, scaled to unit variance, each with both signs. Kernels left over keep
+    their initial values.
     """
     rows, columns = conv.kernel_size
     patches = F.unfold(images, (rows, columns), stride=conv.stride)
@@ -115,8 +105,8 @@ def whiten(conv: nn.Conv2d, images: Tensor) -> None:
     variances, components = (p.to(conv.weight) for p in torch.linalg.eigh(covariance.cpu()))
     whitening = (components / (variances + WHITENING_EPS).sqrt()).T.flip(0)
     whitening = whitening[: len(conv.weight) // 2]
-    both = torch.cat([whitening, -whitening])
-    conv.weight[: len(both)] = rearrange(both, "n (c h w) -> n c h w", h=rows, w=columns)
+    kernels = torch.cat([whitening, -whitening])
+    conv.weight[: len(kernels)] = rearrange(kernels, "n (c h w) -> n c h w", h=rows, w=columns)
 
 
 class ResidualConv(nn.Module):
@@ -137,22 +127,16 @@ def conv_stem(
     """Build a stack of 3 x 3 convolutions that downsamples images by patch_size.
 
     Every convolution is followed by batch norm and ReLU. The first keeps the resolution, and each
-    of the next log2(patch_size) halves it; a residual convolution follows each of those but the
+    of the next log2(patch_size) halves it; a residual convolution follows all of these but the
     last. For patch_size=4, embed_dim=128 and stem_width=32 the layers are 3 → 32, 32 → 64
     (stride 2), 64 → 64 (residual), 64 → 128 (stride 2).
 
     Args:
-        patch_size: A power of two.
+        patch_size: A power of two, or else a ValueError.
         in_chans: Colour channels.
         embed_dim: Output channels.
         stem_width: Width of the first convolution, which doubles with each halving up to embed_dim;
             None lets the width grow evenly. Multiples of 32 are fastest.
-
-    Returns:
-        A module from (B, in_chans, h, w) to (B, embed_dim, h / patch_size, w / patch_size).
-
-    Raises:
-        ValueError: patch_size is not a power of two.
     """
     halvings = patch_size.bit_length() - 1
     if patch_size != 2**halvings:
@@ -177,18 +161,12 @@ def _conv_norm_act(in_chans: int, out_chans: int, stride: int) -> list[nn.Module
     ]
 
 
-def sincos_pos_embed(grid: tuple[int, int], dim: int) -> Tensor:
-    """Return fixed 2-d sine-cosine position embeddings (arXiv 2104.02057, section 4.3).
+def sincos_pos_embed(grid: Grid, dim: int) -> Tensor:
+    """Return fixed 2-d sine-cosine position embeddings, (P, D) (arXiv 2104.02057, section 4.3).
 
-    One quarter of the channels each holds the sine of the column, the cosine of the column, the
-    sine of the row and the cosine of the row. Wavelengths range from 2π to almost 10,000 · 2π
-    patches.
-
-    Returns:
-        (P, D), -1 to 1, in row-major order of the grid (rows, columns).
-
-    Raises:
-        ValueError: dim is not a multiple of 4.
+    A quarter of the channels each holds the sine and the cosine of the column, and the sine and the
+    cosine of the row, with wavelengths from 2π to almost 10,000 · 2π patches. A dim that is not a
+    multiple of 4 is a ValueError.
     """
     if dim % 4:
         raise ValueError(f"embed_dim: {dim} is not a multiple of 4, as pos_embed=sincos needs")
@@ -200,19 +178,11 @@ def sincos_pos_embed(grid: tuple[int, int], dim: int) -> Tensor:
 
 
 def resample_pos_embed(
-    pos_embed: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int], num_prefix_tokens: int
+    pos_embed: Tensor, old_grid: Grid, new_grid: Grid, num_prefix_tokens: int
 ) -> Tensor:
-    """Resample position embeddings to another grid, by antialiased bicubic interpolation.
+    """Resample position embeddings, (1, N, D), by antialiased bicubic interpolation.
 
-    Args:
-        pos_embed: (1, N, D), for the prefix tokens and then the patches of old_grid in row-major
-            order.
-        old_grid: Rows and columns of patches.
-        new_grid: Those to resample to.
-        num_prefix_tokens: Tokens before the patches; their embeddings do not change.
-
-    Returns:
-        (1, num_prefix_tokens + rows * columns of new_grid, D).
+    The first num_prefix_tokens are not patches and do not change.
     """
     if new_grid == old_grid:
         return pos_embed

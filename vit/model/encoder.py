@@ -1,7 +1,5 @@
 """The encoder block: attention and an MLP, each with a pre-norm and a residual connection.
 
-A grid is (rows, columns) of patches, which follow the prefix tokens in row-major order.
-
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads.
 """
 
@@ -14,22 +12,20 @@ from torch import Tensor, nn
 
 from vit.model.attention import MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
+from vit.model.embed import Grid
 from vit.model.tracing import leaf_of_graphs
 
 
 class NeighbourConv(nn.Module):
-    """A depthwise 3 x 3 convolution over the grid of patches, with a skip connection.
-
-    Prefix tokens, the first num_prefix_tokens, pass through unchanged.
-    """
+    """A depthwise 3 x 3 convolution over the patches, not the prefix, with a skip connection."""
 
     def __init__(self, dim: int, num_prefix_tokens: int) -> None:
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
         self.conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Mix neighbouring patches of (B, N, D); grid is (rows, columns) of patches."""
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Mix neighbouring patches of (B, N, D)."""
         prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         image = rearrange(patches, "b (h w) d -> b d h w", h=grid[0], w=grid[1])
         patches = patches + rearrange(self.conv(image), "b d h w -> b (h w) d")
@@ -58,12 +54,8 @@ class Mlp(nn.Module):
         dim: D, token width.
         hidden_dim: Width between the two layers.
         drop: Dropout probability after each layer.
-        conv: Mixes neighbouring patches after the first layer (arXiv 2210.05844); with None, every
-            token is processed independently.
-        act_layer: Kind of GELU, a key of `ACTIVATIONS`.
-
-    Raises:
-        ValueError: act_layer is unknown.
+        conv: Mixes neighbouring patches after the first layer (arXiv 2210.05844); None does not.
+        act_layer: Kind of GELU, a key of `ACTIVATIONS`, or else a ValueError.
     """
 
     def __init__(
@@ -84,8 +76,8 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.drop2 = Dropout(drop)
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Map (B, N, D) to (B, N, D); grid is (rows, columns) of patches."""
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Map (B, N, D) to (B, N, D)."""
         x = self.fc1(x)
         if self.conv is not None:
             x = self.conv(x, grid)
@@ -111,7 +103,7 @@ class EncoderBlock(nn.Module):
         attn: Attention.
         mlp: MLP.
         dim: D, token width.
-        init_values: Initial layer scale; None means no layer scale.
+        init_values: Initial value of layer scale; None means no layer scale.
         drop_path: Probability of skipping a residual branch, per image (arXiv 1603.09382).
         norm_eps: Added to the variance in layer norms.
     """
@@ -137,23 +129,9 @@ class EncoderBlock(nn.Module):
 
     @leaf_of_graphs
     def forward(
-        self,
-        x: Tensor,
-        grid: tuple[int, int],
-        mask: Tensor | None = None,
-        need_weights: bool = False,
+        self, x: Tensor, grid: Grid, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply attention and the MLP.
-
-        Args:
-            x: (B, N, D).
-            grid: Rows and columns of patches; only `NeighbourConv` uses it.
-            mask: Attention mask, see `MultiHeadSelfAttention.forward`.
-            need_weights: Whether to return the attention weights too.
-
-        Returns:
-            (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
-        """
+        """Apply attention and the MLP to (B, N, D); results as of `MultiHeadSelfAttention`."""
         attended = self.attn(self.norm1(x), mask, need_weights)
         attended, weights = attended if need_weights else (attended, None)
         x = x + self.drop_path1(self.ls1(attended))

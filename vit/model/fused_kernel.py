@@ -1,7 +1,7 @@
 """Whether torch's fused attention kernel may take the place of attention as it is written.
 
-The kernel is faster, but computes only softmax(Q Kᵀ / √d) V. The tests check that the function as
-it is released does, too. One that was edited in any way runs as it is written.
+The kernel is faster, but computes only softmax(Q Kᵀ / √d) V, as the released function does (the
+tests compare them). An edited function runs as it is written.
 """
 
 import ast
@@ -16,31 +16,29 @@ import torch
 
 from vit.console import note
 
-# Of `scaled_dot_product_attention` and `masked_softmax`, see `source_digest`. After a change that
-# keeps what they compute, the tests show the digests that belong here.
+# Digests of `scaled_dot_product_attention` and `masked_softmax`. After a change that keeps their
+# results, the tests print the new ones.
 RELEASED = ("c417820a4565f357", "e12720dbf233a7cf")
 
 
 def uses_fused_kernel(
     attention: Callable[..., Any], device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Return whether the kernel computes what a function does for such queries, and faster.
-
-    In bfloat16 on a CPU, its backward pass takes several times as long as that of the function.
-    """
+    """Return whether the kernel computes what a function does for such queries, and faster."""
+    # In bfloat16 on a CPU, the kernel's backward pass takes several times as long.
     faster = device.type != "cpu" or dtype == torch.float32
     softmax = getattr(attention, "__globals__", {}).get("masked_softmax")
     return faster and is_released(attention, softmax)
 
 
-# torch.compile takes the answer instead of tracing how it is found. This is what
-# torch.compiler.assume_constant_result does, which takes a second to import torch's compiler.
+# torch.compile calls the function instead of tracing it. torch.compiler.assume_constant_result does
+# the same, but imports torch's compiler, which takes a second.
 uses_fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def is_released(attention: Any, softmax: Any) -> bool:
-    """Return whether a function, and the softmax that it uses, are those that are released."""
+    """Return whether a function and the softmax that it uses are the released ones."""
     if (source_digest(attention), source_digest(softmax)) == RELEASED:
         return True
     note("attention was edited: using vit/model/attention.py instead of torch's fused kernel")
@@ -48,8 +46,8 @@ def is_released(attention: Any, softmax: Any) -> bool:
 
 
 def source_digest(code: Any) -> str:
-    """Hash a function or class, but not comments, layout and what it calls; "" without source."""
-    try:  # __code__ is that of a wrapper, not of the function that it wraps
+    """Hash a function or class without comments, layout and what it calls; "" without source."""
+    try:  # __code__ belongs to a wrapper, not to the function that it wraps
         tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(code, "__code__", code))))
     except (OSError, TypeError, SyntaxError):
         return ""

@@ -1,9 +1,8 @@
 """Reads the attention weights of timm's Vision Transformers, as our model returns them.
 
-A model's own modules run, in its own order. `FAMILIES` says how images become tokens, and what its
-blocks take beside them. `ReadWeights` watches attention from the inside: timm computes a softmax,
-whose scores may be masked, and multiplies the weights by the values. A mask is that of our
-`MultiHeadSelfAttention.forward`, not timm's, which is added. Models are in evaluation mode.
+The model's own modules run, in their order. `ReadWeights` intercepts timm's softmax, to apply a
+mask, and the product with the values, to keep the weights. Masks are as in our
+`MultiHeadSelfAttention.forward`; timm's are added to scores. Models are in evaluation mode.
 
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.
 """
@@ -21,8 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vit.model.attention import for_all_heads, masked_softmax
-
-Grid = tuple[int, int]  # rows and columns of patches
+from vit.model.embed import Grid
 
 
 def _vit_tokens(model: Any, images: Tensor) -> Tensor:
@@ -40,54 +38,53 @@ def _beit_tokens(model: Any, images: Tensor) -> Tensor:
 
 
 def _no_positions(model: Any, grid: Grid) -> list[dict[str, Any]]:
-    return [{} for _ in model.blocks]
+    return [{}] * len(model.blocks)
 
 
 def _rotations(model: Any, grid: Grid) -> list[dict[str, Any]]:
-    if model.rope is None:
-        return _no_positions(model, grid)
-    found = model.rope.get_embed(shape=list(grid))
-    is_mixed = getattr(model, "rope_mixed", False)  # then they differ between blocks
-    return [{"rope": rope} for rope in (found if is_mixed else [found] * len(model.blocks))]
+    rope: Any = None if model.rope is None else model.rope.get_embed(shape=list(grid))
+    if getattr(model, "rope_mixed", False):  # with a rotation for each block
+        return [{"rope": rotation} for rotation in rope]
+    return [{"rope": rope}] * len(model.blocks)
 
 
 def _shared_bias(model: Any, grid: Grid) -> list[dict[str, Any]]:
     bias = None if model.rel_pos_bias is None else model.rel_pos_bias()
-    return [{"shared_rel_pos_bias": bias} for _ in model.blocks]
+    return [{"shared_rel_pos_bias": bias}] * len(model.blocks)
 
 
-# How a class turns images into the first block's input, and what each block takes beside it.
+# How a class turns images into the first block's input, and each block's other arguments.
 FAMILIES: dict[Any, tuple[Callable[..., Tensor], Callable[..., list[dict[str, Any]]]]] = {
     VisionTransformer: (_vit_tokens, _no_positions),
     eva.Eva: (_eva_tokens, _rotations),
     beit.Beit: (_beit_tokens, _shared_bias),
 }
-# Without a fused kernel, each of them has one softmax, and then one product with the values.
+# Without a fused kernel, each has one softmax, followed by one product with the values.
 ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention, DiffAttention)
 
 
 def _base(model: Any) -> Any:
-    """Return the class in `FAMILIES` whose tokens a model has; a subclass may have another head."""
-    features = getattr(type(model), "forward_features", None)
+    """Return the class in `FAMILIES` whose tokens a model has; None if there is none."""
+    features = getattr(type(model), "forward_features", None)  # a subclass may have another head
     return next((cls for cls in FAMILIES if cls.forward_features is features), None)
 
 
 def unread_class(model: Any) -> str | None:
-    """Return the name of the class of a model, or in it, that cannot be read; None if all can."""
+    """Return the name of the class, of a model or its attention, that cannot be read, or None."""
     if _base(model) is None:
         return type(model).__name__
     for block in model.blocks:
-        part = getattr(block, "attn", block)
-        if type(part) not in ATTENTIONS:
-            return type(part).__name__
+        module = getattr(block, "attn", block)
+        if type(module) not in ATTENTIONS:
+            return type(module).__name__
     return None
 
 
 class ReadWeights(TorchFunctionMode):
     """A context in which the softmax of attention follows a mask, and the weights are kept.
 
-    The mask is that of `scaled_dot_product_attention`. Differential attention (arXiv 2410.05258)
-    subtracts weights between softmax and product, so those that are kept may be negative.
+    The mask is as in `scaled_dot_product_attention`. Differential attention (arXiv 2410.05258)
+    subtracts weights between softmax and product, so its weights may be negative.
     """
 
     def __init__(self, mask: Tensor | None) -> None:
@@ -123,16 +120,16 @@ class TimmPatches:
         self.patch_size: int = patch_embed.feat_ratio()
 
     def grid(self, height: int, width: int) -> Grid:
-        """Return the grid, (rows, columns), of an image with this height and width in pixels."""
+        """Return the grid of an image with this height and width in pixels."""
         rows, columns = self._patch_embed.dynamic_feat_size((height, width))
         return rows, columns
 
 
 class TimmAttentionModel:
-    """Reads the attention of a model without an `unread_class`, which is not changed or hooked.
+    """Reads the attention of a model without an `unread_class`, and neither changes nor hooks it.
 
-    The head may read more than `global_pool` says: with attention or maximum pooling, maps start
-    from the mean of the patches; with a distillation token, from the class token.
+    Methods with the names of `VisionTransformer`'s do the same. With attention or maximum pooling,
+    maps start from the mean of the patches; with a distillation token, from the class token.
     """
 
     def __init__(self, model: Any) -> None:
@@ -144,13 +141,13 @@ class TimmAttentionModel:
         self.global_pool: str = model.global_pool
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
-        """Turn images into the input of the first block, as `VisionTransformer.embed` does."""
+        """Turn images into the input of the first block."""
         return self._tokens(self._model, images), self.patch_embed.grid(*images.shape[-2:])
 
     def forward_intermediates(
         self, images: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Do what `VisionTransformer.forward_intermediates` does."""
+        """Classify images and keep the attention weights and tokens of every layer."""
         return self.forward_tokens(*self.embed(images), mask)
 
     def forward_tokens(
@@ -166,7 +163,7 @@ class TimmAttentionModel:
         return self._model.forward_head(self._model.norm(x)), read.weights, tokens
 
     def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Do what `VisionTransformer.read_tokens` does.
+        """Classify the output of any block with the final norm and the head.
 
         Logits of every token are None if the head cannot read one alone: with attention pooling,
         or with one head for each of two tokens.

@@ -1,7 +1,4 @@
-"""Building timm models by name, with arguments that fit the data.
-
-timm is imported in the functions that need it, because importing it takes seconds.
-"""
+"""Building timm models by name; functions import timm, which takes seconds, when they need it."""
 
 import contextlib
 from collections.abc import Mapping
@@ -14,8 +11,7 @@ from vit.console import shorten
 from vit.model.config import TIMM
 from vit.settings import suggest
 
-# Among the arguments, but not timm's: the epsilon of all layer norms.
-NORM_EPS = "norm_eps"
+NORM_EPS = "norm_eps"  # our own argument: the epsilon of all layer norms
 # Arguments of timm.create_model that come from the data set, or that this project does not offer.
 FROM_DATA = ("in_chans", "img_size", "num_classes")
 REFUSED = (
@@ -29,31 +25,10 @@ def complete_arguments(
 ) -> dict[str, Any]:
     """Add what depends on the images to the arguments of a timm model, such as {"depth": 4}.
 
-    The name is "timm:" and one of `timm.list_models`. A model that takes an image size gets
-    `img_size`, height and width in pixels. If it can resample its positions, it does, so that
-    training may start on smaller images.
-
-    Raises:
-        ValueError: There is no such model, or it cannot be built with these arguments.
+    A model that takes an image size gets `img_size`, height and width in pixels. If it can resample
+    its positions, it does, so that training may start on smaller images. An unknown model, or one
+    that cannot be built with these arguments, is a ValueError.
     """
-    _require_known(name)
-    if refused := [key for key in arguments if key in (*FROM_DATA, *REFUSED)]:
-        raise ValueError(
-            f"model.timm_args: {refused[0]} is not allowed; the data set determines "
-            f"{', '.join(FROM_DATA)}, model.pretrained names weights, and other settings of "
-            "timm.create_model are not offered"
-        )
-    complete = {**arguments, "in_chans": in_chans}
-    with torch.device("meta"):  # without memory, only to see which arguments it takes
-        create(name, complete)
-        for optional in ({"img_size": img_size}, {"dynamic_img_size": True}):
-            with contextlib.suppress(ValueError):
-                create(name, {**optional, **complete})
-                complete = {**optional, **complete}
-    return complete
-
-
-def _require_known(name: str) -> None:
     import timm
 
     names = [TIMM + name for name in timm.list_models()]
@@ -63,20 +38,30 @@ def _require_known(name: str) -> None:
             f"{suggest(name.partition('.')[0], names)}; all names: "
             'python -c "import timm; print(*timm.list_models())"'
         )
+    if refused := [key for key in arguments if key in (*FROM_DATA, *REFUSED)]:
+        raise ValueError(
+            f"model.timm_args: {refused[0]} is not allowed; the data set determines "
+            f"{', '.join(FROM_DATA)}, model.pretrained names weights, and other settings of "
+            "timm.create_model are not offered"
+        )
+    complete = {**arguments, "in_chans": in_chans}
+    with torch.device("meta"):  # without memory, to see which arguments it takes
+        create(name, complete)
+        for optional in ({"img_size": img_size}, {"dynamic_img_size": True}):
+            with contextlib.suppress(ValueError):
+                create(name, {**optional, **complete})
+                complete = {**optional, **complete}
+    return complete
 
 
 def create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Call timm.create_model, and set the epsilon of layer norms if it is among the arguments.
-
-    Raises:
-        ValueError: The model cannot be built with these arguments.
-    """
+    """Call timm.create_model with arguments that may include `NORM_EPS`; ValueError if it fails."""
     import timm
 
     arguments = dict(arguments)
     eps = arguments.pop(NORM_EPS, None)
     try:
-        model: nn.Module = timm.create_model(name.removeprefix(TIMM), pretrained=False, **arguments)
+        model: nn.Module = timm.create_model(name.removeprefix(TIMM), **arguments)
         for module in model.modules():
             if isinstance(module, nn.LayerNorm) and eps is not None:
                 module.eps = float(eps)
@@ -91,18 +76,19 @@ def create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 def head_names(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the parameters whose shape depends on the number of classes."""
     with torch.device("meta"):
-        models = [create(name, {**arguments, "num_classes": number}) for number in (2, 3)]
-    one, other = (model.state_dict() for model in models)
-    return tuple(key for key in one if one[key].shape != other[key].shape)
+        two, three = (
+            create(name, {**arguments, "num_classes": classes}).state_dict() for classes in (2, 3)
+        )
+    return tuple(key for key in two if two[key].shape != three[key].shape)
 
 
 def timm_name(model: nn.Module) -> str:
     """Return the name by which timm knows a model, or else the name of its class."""
-    about = getattr(model, "pretrained_cfg", None) or {}
-    return str(about.get("architecture") or type(model).__name__)
+    pretrained_cfg = getattr(model, "pretrained_cfg", None) or {}
+    return str(pretrained_cfg.get("architecture") or type(model).__name__)
 
 
 def heads(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the layers that turn features into logits; with a distillation token, they are two."""
+    """Return the layers that turn features into logits; two with a distillation token."""
     head = cast(Any, model).get_classifier()
     return head if isinstance(head, tuple) else (head,)

@@ -100,19 +100,15 @@ ATTENTION: dict[str, Attention | None] = {
 
 
 def find_attention(name: str) -> Attention | None:
-    """Return a variant by its name, with or without the folder of its file; no file is read.
-
-    Raises:
-        ValueError: There is no such variant.
-    """
-    known = Path(name).name
-    if known not in ATTENTION:
+    """Return a registered variant, with or without the folder of its file; else ValueError."""
+    name = Path(name).name
+    if name not in ATTENTION:
         raise ValueError(
-            f"model.attention: {known} is not known here; it must be one of {', '.join(ATTENTION)},"
+            f"model.attention: {name} is not known here; it must be one of {', '.join(ATTENTION)},"
             " or FILE.py:NAME, supplied with --model.attention or vit.load_attention"
-            f"{suggest(known, ATTENTION)}"
+            f"{suggest(name, ATTENTION)}"
         )
-    return ATTENTION[known]
+    return ATTENTION[name]
 
 
 def load_attention(name: str) -> Attention | None:
@@ -134,25 +130,26 @@ def load_attention(name: str) -> Attention | None:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"model.attention: {file}: {type(error).__name__}: {error}") from error
-    if not callable(found := getattr(module, attribute, None)):
+    variant = getattr(module, attribute, None)
+    if not callable(variant):
         raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}")
-    ATTENTION[Path(name).name] = found
-    return found
+    ATTENTION[Path(name).name] = variant
+    return variant
 
 
 def is_edited(name: str) -> bool:
-    """Return whether heads compute anything else than the released attention."""
+    """Return whether heads compute anything but the released attention."""
     functions = attention.scaled_dot_product_attention, attention.masked_softmax
     return name != "dot" or not is_released(*functions)
 
 
 def attention_digest(name: str) -> str:
-    """Hash the code of a variant, see `source_digest`, so that a later change is noticed."""
+    """Hash the code of a variant, see `source_digest`."""
     return source_digest(find_attention(name) or attention.scaled_dot_product_attention)
 
 
 def check_attention(name: str, heads: int, tokens: int, head_dim: int, hint: str = "") -> None:
-    """Try a variant on random numbers (1, H, N, d), so that a mistake is found before training.
+    """Try a variant on random numbers (1, H, N, d), to find mistakes before training.
 
     Raises:
         ValueError: It fails, or does not return a finite output and the weights that it is made of.
@@ -181,7 +178,7 @@ def check_attention(name: str, heads: int, tokens: int, head_dim: int, hint: str
             f"{[*shape]}, and the attention weights that it is computed from, "
             f"{[*shape[:-1], tokens]}{hint}"
         ) from error
-    if hint:  # the same was said of full size
+    if hint:  # for smaller images; the notes have been printed for the full size
         return
     if not varies:
         note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vit.model.attention import Attention, MultiHeadSelfAttention
 from vit.model.dropout import Dropout
-from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
+from vit.model.embed import Grid, PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
 from vit.model.variants import find_attention
 
@@ -21,7 +21,7 @@ torch.fx.wrap("resample_pos_embed")  # it branches
 
 
 def check_pool(global_pool: str, class_token: bool) -> None:
-    """Check what a head reads, of a model with or without a class token."""
+    """Check what the head reads."""
     if global_pool not in ("token", "avg"):
         raise ValueError(f"global_pool: {global_pool!r} is not token or avg")
     if global_pool == "token" and not class_token:
@@ -36,13 +36,12 @@ class VisionTransformer(nn.Module):
     VisionTransformer in both directions.
 
     Args:
-        img_size: Height and width in pixels that the position embeddings are made for, or one
-            number for square images. Other multiples of patch_size work too: their position
-            embeddings are resampled.
+        img_size: Height and width in pixels of the images that position embeddings are for, or one
+            number for both. They are resampled for other multiples of patch_size.
         in_chans: Colour channels.
         num_classes: C.
-        attention: What each head computes: a name in `vit.model.variants.ATTENTION`, "dot" for
-            that of the paper, or a function or class of that kind.
+        attention: What each head computes: a name in `vit.model.variants.ATTENTION`, such as "dot",
+            or a function or class like those there.
 
     `ModelConfig` describes the other arguments.
 
@@ -126,8 +125,7 @@ class VisionTransformer(nn.Module):
                 attention=attend,
                 norm_eps=norm_eps,
             )
-            # The last block only mixes patches if the head reads them: otherwise its convolution
-            # would not affect the logits.
+            # In the last block, a convolution only affects the logits if the head reads patches.
             mixes = mlp_conv and (pooled or layer < depth - 1)
             conv = NeighbourConv(hidden_dim, self.num_prefix_tokens) if mixes else None
             mlp = Mlp(embed_dim, hidden_dim, proj_drop_rate, conv, act_layer)
@@ -164,8 +162,7 @@ class VisionTransformer(nn.Module):
         """Classify images.
 
         Args:
-            images: (B, in_chans, height, width), normalized. Height and width may differ from
-                img_size, but are multiples of patch_size.
+            images: (B, in_chans, height, width), normalized.
             mask: Attention mask over the N tokens, see `MultiHeadSelfAttention.forward`.
             need_weights: Whether to return the attention weights of all layers too.
 
@@ -183,32 +180,25 @@ class VisionTransformer(nn.Module):
             return logits, torch.stack(weights)
         return self.forward_head(self.forward_features(images, mask))
 
-    def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """Turn images, (B, in_chans, height, width), into the input of the first block.
 
         Returns:
-            Tokens (B, N, D), ordered class token, registers, patches in row-major order; and the
-            grid (rows, columns) of the patches.
-
-        Raises:
-            ValueError: height or width is not a multiple of patch_size.
+            Tokens (B, N, D): class token, registers, patches row by row; and the grid (rows,
+            columns) of the patches.
         """
         x, grid = self.patch_embed(images)
-        # Everything is cast to the dtype of the stem's output, so that under autocast the residual
-        # stream stays in bfloat16.
-        dtype, positions = x.dtype, None
+        dtype = x.dtype  # of the whole residual stream, so that it stays bfloat16 under autocast
+        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        prefix = [token.to(dtype).expand(x.shape[0], -1, -1) for token in tokens]
+        if self.num_pos_prefix > 0:
+            x = torch.cat([*prefix, x], dim=1)
         if self.pos_embed is not None:
-            positions = resample_pos_embed(
-                self.pos_embed, self.patch_embed.grid_size, grid, self.num_pos_prefix
-            ).to(dtype)
-        if positions is not None and self.num_pos_prefix == 0:
-            x = x + positions
-        prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
-        if prefix:
-            expanded = [token.to(dtype).expand(x.shape[0], -1, -1) for token in prefix]
-            x = torch.cat([*expanded, x], dim=1)
-        if positions is not None and self.num_pos_prefix > 0:
-            x = x + positions
+            old_grid = self.patch_embed.grid_size
+            positions = resample_pos_embed(self.pos_embed, old_grid, grid, self.num_pos_prefix)
+            x = x + positions.to(dtype)
+        if prefix and self.num_pos_prefix == 0:
+            x = torch.cat([*prefix, x], dim=1)
         return self.norm_pre(x).to(dtype), grid
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -222,10 +212,9 @@ class VisionTransformer(nn.Module):
         return self.norm(x)
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool the tokens (B, N, D) of `forward_features`, and classify them.
+        """Pool the tokens (B, N, D) of `forward_features` and classify them: logits (B, C).
 
-        Returns:
-            Logits (B, C); with pre_logits, the input of the last linear layer, (B, D).
+        With pre_logits, return the input of the last linear layer instead, (B, D).
         """
         if self.global_pool == "token":
             pooled = tokens[:, 0]
@@ -240,16 +229,15 @@ class VisionTransformer(nn.Module):
         """Classify images and keep the attention weights and tokens of every layer.
 
         Returns:
-            Logits (B, C); L attention weights before dropout, (B, H, N, N) each; and L outputs of
-            the blocks, (B, N, D) each. All are part of the graph, so the logits can be
-            differentiated with respect to the weights and tokens.
+            Logits (B, C); the L layers' attention weights before dropout, (B, H, N, N); and the L
+            blocks' outputs, (B, N, D). The logits can be differentiated with respect to them.
         """
         return self.forward_tokens(*self.embed(images), mask)
 
     def forward_tokens(
-        self, x: Tensor, grid: tuple[int, int], mask: Tensor | None = None
+        self, x: Tensor, grid: Grid, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Do what `forward_intermediates` does after `embed`, whose results x and grid are."""
+        """Do what `forward_intermediates` does, after `embed`."""
         weights, tokens = [], []
         for block in self.blocks:
             x, attention = block(x, grid, mask, need_weights=True)
@@ -261,8 +249,8 @@ class VisionTransformer(nn.Module):
         """Classify the output of any block, (B, N, D), with the final norm and the head.
 
         Returns:
-            Logits (B, C) of what the head reads, and logits (B, N, C) of every token as if the head
-            read it alone. For the last block, the former are the model's.
+            Logits (B, C), the model's for the last block; and logits (B, N, C) of every token as if
+            the head read it alone.
         """
         normed = self.norm(tokens)
         return self.forward_head(normed), self.head(self.head_drop(self.fc_norm(normed)))
@@ -281,21 +269,21 @@ class VisionTransformer(nn.Module):
 
         Args:
             images: As for `forward`.
-            n: Number of last blocks, or the numbers of the blocks, counted from 0.
+            n: Number of blocks at the end, or their indices.
             reshape: Whether patches are (B, D, rows, columns) instead of (B, P, D).
             return_prefix_tokens: Whether to return pairs of patches and prefix tokens.
             norm: Whether to apply the final norm.
         """
-        chosen = range(len(self.blocks))[-n:] if isinstance(n, int) else n
+        layers = range(len(self.blocks))[-n:] if isinstance(n, int) else n
         x, grid = self.embed(images)
-        found = {}
-        for layer, block in enumerate(self.blocks):
+        outputs = []
+        for block in self.blocks:
             x = block(x, grid)
             tokens = self.norm(x) if norm else x
             prefix, patches = tokens.tensor_split([self.num_prefix_tokens], dim=1)
             patches = patches.mT.unflatten(2, grid) if reshape else patches
-            found[layer] = (patches, prefix) if return_prefix_tokens else patches
-        return [found[layer] for layer in chosen]
+            outputs.append((patches, prefix) if return_prefix_tokens else patches)
+        return [outputs[layer] for layer in layers]
 
     def get_classifier(self) -> nn.Module:
         """Return the head, the only part that depends on the classes; as in timm."""
@@ -314,19 +302,16 @@ class VisionTransformer(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that are exempt from weight decay, besides vectors; as in timm."""
+        """Name the parameters without weight decay, besides vectors; as in timm."""
         return {"cls_token", "reg_token", "pos_embed"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the patterns by which timm, which passes coarse, assigns parameters to layers."""
+        """Return the patterns by which timm assigns parameters to layers; coarse is not used."""
         return {
             "stem": r"^cls_token|reg_token|pos_embed|patch_embed|norm_pre",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],  # with the last block
         }
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Choose whether training keeps only the inputs of blocks, and recomputes the rest.
-
-        Gradients are bit for bit the same (arXiv 1604.06174).
-        """
+        """Keep only the inputs of blocks in training and recompute the rest (arXiv 1604.06174)."""
         self.grad_checkpointing = enable

@@ -1,7 +1,4 @@
-"""Pretrained weights, and how they are adapted to other images and classes.
-
-Our VisionTransformer is adapted as timm adapts its own; timm models are adapted by timm's code.
-"""
+"""Pretrained weights, adapted to other images and classes as timm does it."""
 
 import dataclasses
 import warnings
@@ -28,7 +25,7 @@ COUNTER = "num_batches_tracked"  # of batch norm; old files lack it
 class Pretrained:
     """Pretrained weights, and what is known about them; None is unknown."""
 
-    name: str  # for people
+    name: str  # for messages
     settings: dict[str, Any]  # fields of `ModelConfig` that describe their model
     weights: dict[str, Tensor]  # parameters and buffers by timm's names, on the CPU
     input_size: tuple[int, int, int] | None = None  # channels, height and width of their images
@@ -38,27 +35,24 @@ class Pretrained:
     notes: tuple[str, ...] = ()  # lines that the user should read
     head: tuple[str, ...] = HEAD  # tensors whose shape depends on the number of classes
     config: Config | None = None  # of the run of this project that trained them
-    fingerprint: str = ""  # of the user's files that it used
+    fingerprint: str = ""  # of the user's files in that run
 
     def adapted(self, classes: tuple[str, ...]) -> tuple[dict[str, Tensor], str]:
-        """Leave the head out if a run has other classes, and say what is loaded and what is new."""
-        rows = [len(self.weights[key]) for key in self.head if key in self.weights]
-        new = ""
+        """Return the weights without a head of other classes, and say what is loaded and new."""
+        rows = max((len(self.weights[key]) for key in self.head if key in self.weights), default=0)
+        kept = {key: value for key, value in self.weights.items() if key not in self.head}
         if not rows:
-            new = "the source has none"
-        elif max(rows) != len(classes):
-            new = f"there are {len(classes)} classes instead of {max(rows)}"
+            head = "new: a random head, because the source has none"
+        elif rows != len(classes):
+            head = f"new: a random head, because there are {len(classes)} classes instead of {rows}"
         elif self.classes not in (None, classes):
-            new = "the classes have other names"
-        kept = {k: v for k, v in self.weights.items() if not new or k not in self.head}
-        number = sum(value.numel() for value in kept.values())
-        lines = [f"weights  {self.name}: {number:,} values in {len(kept)} tensors loaded"]
-        lines += self.notes
-        if new:
-            lines.append(f"new: a random head, because {new}")
+            head = "new: a random head, because the classes have other names"
         else:
             same = "has the same classes" if self.classes else "may have the data set's classes"
-            lines.append(f"nothing is new: its head {same}")
+            head, kept = f"nothing is new: its head {same}", self.weights
+        number = sum(value.numel() for value in kept.values())
+        lines = [f"weights  {self.name}: {number:,} values in {len(kept)} tensors loaded"]
+        lines += [*self.notes, head]
         if self.mean is not None and self.std is not None:
             mean, std = (", ".join(f"{x:.4g}" for x in values) for values in (self.mean, self.std))
             lines.append(f"images are normalized as for these weights: mean {mean}; std {std}")
@@ -72,9 +66,9 @@ class Pretrained:
 def fit(
     source: Pretrained, model: ModelConfig, image_size: tuple[int, int], channels: int
 ) -> Pretrained:
-    """Fit weights to a model and the images of a run, in float32, with a note of what changes.
+    """Fit weights, but for their head, to a model of their architecture and the images of a run.
 
-    The model has the architecture of the weights. The head stays as it is, see `adapted`.
+    The result is in float32 and has a note of what changed.
 
     Raises:
         ValueError: A weight is not finite in float32; or timm cannot build its model, or fit the
@@ -98,11 +92,10 @@ def fit(
 def _fit_vit(
     source: Pretrained, model: ModelConfig, image_size: tuple[int, int], channels: int
 ) -> tuple[Pretrained, list[str]]:
-    """Fit weights of our VisionTransformer, as timm does.
+    """Fit weights of our VisionTransformer.
 
-    Positions are resampled to the grid (bicubic, antialiased), the patch embedding to the patch
-    size by the pseudo-inverse of resizing (arXiv 2212.08013) and to the channels by summing or
-    repeating.
+    Positions are resampled to the grid, the patch embedding to the patch size by the pseudo-inverse
+    of resizing (arXiv 2212.08013) and to the channels by summing or repeating.
     """
     from timm.layers.patch_embed import resample_patch_embed
     from timm.models import adapt_input_conv
@@ -130,7 +123,7 @@ def _fit_vit(
 
 
 def _check_vit(source: Pretrained) -> None:
-    """Check names and shapes of weights, but for those of the head."""
+    """Check names and shapes of weights, except for the head's."""
     assert source.input_size is not None
     channels, *size = source.input_size
     with torch.device("meta"):
@@ -152,11 +145,7 @@ def _check_vit(source: Pretrained) -> None:
 def _fit_timm(
     source: Pretrained, config: ModelConfig, image_size: tuple[int, int], channels: int
 ) -> tuple[Pretrained, list[str]]:
-    """Fit weights of a timm model, as `timm.create_model` does.
-
-    timm adapts the first convolution to the channels, and resamples positions, relative positions
-    and patch embeddings of the models that have them.
-    """
+    """Fit weights of a timm model: its first convolution, positions and patch embedding."""
     weights = source.weights
     complete = complete_arguments(config.name, config.timm_args or {}, image_size, channels)
     head = head_names(config.name, complete)
@@ -166,8 +155,8 @@ def _fit_timm(
     body = {key: value for key, value in weights.items() if key not in head}
     differing = (expected.keys() ^ weights.keys()) - {*head}
     try:
-        if named := sorted(key for key in differing if not key.endswith(COUNTER)):
-            raise ValueError("their tensors differ in " + ", ".join(named))
+        if names := sorted(key for key in differing if not key.endswith(COUNTER)):
+            raise ValueError("their tensors differ in " + ", ".join(names))
         fitted = _load(body, model.pretrained_cfg, source.input_size, config.name, complete)
     except Exception as error:  # timm checks shapes in many places and ways
         raise ValueError(
@@ -196,23 +185,21 @@ def _load(
     """Let timm load weights without a head into a new model, and return its state dict."""
     import timm
 
-    input_size = input_size or about["input_size"]
-    if arguments["in_chans"] != input_size[0]:
+    channels, input_size = arguments["in_chans"], input_size or about["input_size"]
+    if channels != input_size[0]:
         convs = about.get("first_conv") or ()
         for conv in (convs,) if isinstance(convs, str) else convs:
-            # An error here, because timm leaves random kernels where this fails.
-            timm.models.adapt_input_conv(
-                arguments["in_chans"], body[f"{conv}.weight"], input_size[0]
-            )
+            # Where this fails, it is an error here, while timm leaves random kernels.
+            timm.models.adapt_input_conv(channels, body[f"{conv}.weight"], input_size[0])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about how timm resamples
+        warnings.simplefilter("ignore")  # torch's, about how timm resamples
         loaded = timm.create_model(
             name.removeprefix(TIMM),
             pretrained=True,
             pretrained_cfg_overlay={
                 "state_dict": body,
                 "input_size": input_size,
-                # Other classes than the model's, so that timm does not look for a head.
+                # Not the model's number, so that timm does not look for a head.
                 "num_classes": CLASSES + 1,
                 "classifier": about["classifier"] or (),
             },

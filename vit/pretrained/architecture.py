@@ -1,8 +1,7 @@
 """The architecture of weights with timm's names, as fields of `ModelConfig`.
 
-Nothing is looked up by a model's name: the settings are read from the names and shapes of tensors
-and, where there is a timm model, from its modules. A part that our VisionTransformer lacks is
-refused by name.
+It is read from the names and shapes of tensors and from the modules of a timm model. A part that
+our VisionTransformer lacks is refused by name.
 """
 
 import dataclasses
@@ -13,28 +12,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.console import shorten
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
 from vit.model.vit import VisionTransformer
 
-# Settings of a run, whatever its weights come from; all others describe the architecture.
+# Settings of a run; all others describe the architecture.
 OF_THE_RUN = ("zero_init", "drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
 ARCHITECTURE = tuple(
     name
     for name, parameter in inspect.signature(VisionTransformer).parameters.items()
     if parameter.default is not parameter.empty and name not in OF_THE_RUN
 )
-UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # which a state dict does not tell
+UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # not in a state dict
 # Fields that are arguments of timm's Eva and Beit, and more of its VisionTransformer.
 OF_TIMM = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", NORM_EPS, "global_pool")
 OF_TIMMS_VIT = (
     *OF_TIMM, "init_values", "qkv_bias", "class_token", "reg_tokens", "no_embed_class", "fc_norm",
     "act_layer",
 )  # fmt: skip
-LAYER_SCALE = 1e-5  # stands for initial values that the weights replace
+LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
 HEAD = ("head.weight", "head.bias")
 # Classes of the modules of timm models that our VisionTransformer can represent.
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
@@ -51,14 +50,9 @@ def settings_of_config(model: ModelConfig) -> dict[str, Any]:
     return {key: getattr(model, key) for key in keys}
 
 
-def settings_of_timm(model: nn.Module, name: str) -> dict[str, Any]:
-    """Read the architecture of a timm model from its modules and shapes.
-
-    Raises:
-        ValueError: Our VisionTransformer lacks a part of the model.
-    """
-    vit: Any = model
-    missing = sorted({type(module).__name__ for module in model.modules()} - KNOWN_MODULES)
+def settings_of_timm(vit: Any, name: str) -> dict[str, Any]:
+    """Read the architecture of a timm model; ValueError if our VisionTransformer lacks a part."""
+    missing = sorted({type(module).__name__ for module in vit.modules()} - KNOWN_MODULES)
     if not missing and vit.global_pool not in ("token", "avg"):
         missing.append(f"global_pool={vit.global_pool}")
     if not missing and vit.pool_include_prefix:
@@ -71,7 +65,7 @@ def settings_of_timm(model: nn.Module, name: str) -> dict[str, Any]:
         )
     block = vit.blocks[0]
     return {
-        **settings_of_weights(model.state_dict(), block.attn.num_heads, name),
+        **settings_of_weights(vit.state_dict(), block.attn.num_heads, name),
         "global_pool": vit.global_pool,
         "no_embed_class": vit.no_embed_class,
         "norm_eps": block.norm1.eps,
@@ -82,11 +76,11 @@ def settings_of_timm(model: nn.Module, name: str) -> dict[str, Any]:
 def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str) -> dict[str, Any]:
     """Infer an architecture from the names and shapes of a state dict with timm's names.
 
-    A class token with a norm before the pooling is taken for a model that classifies the class
-    token. The number of heads is used unless the norms of queries and keys tell.
+    A model with a class token and a norm before pooling is taken to classify the class token. The
+    number of heads is used unless the norms of queries and keys tell it.
 
     Returns:
-        Fields of `ModelConfig` but `no_embed_class`, and those of `UNKNOWN` that it does not tell.
+        Fields of `ModelConfig` without no_embed_class, norm_eps and act_layer.
 
     Raises:
         ValueError: These are not the weights of a Vision Transformer with timm's names.
@@ -136,18 +130,18 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
 def settings_of_file(
     weights: Mapping[str, Tensor], config: ModelConfig, name: str
 ) -> tuple[dict[str, Any], tuple[int, int, int], tuple[str, ...]]:
-    """Complete the architecture of a bare state dict by what the config says, see `UNKNOWN`.
+    """Read the architecture of a bare state dict, and fields in `UNKNOWN` from the config.
 
     Returns:
-        Fields of `ModelConfig`; channels, height and width of the images; and the fields that come
-        from the config.
+        Fields of `ModelConfig`; channels, height and width of the images; and the names of the
+        fields from the config.
 
     Raises:
         ValueError: As for `settings_of_weights`, or the grid of the positions is not square.
     """
     settings = settings_of_weights(weights, config.num_heads, name)
     grid, prefix = 1, num_prefix_tokens(settings)
-    counted = prefix  # of the prefix tokens, those that have positions
+    counted = prefix  # prefix tokens with positions
     if "pos_embed" in weights:
         positions = weights["pos_embed"].shape[1]
         for counted in (prefix, 0):
@@ -178,11 +172,10 @@ def num_prefix_tokens(settings: Mapping[str, Any]) -> int:
 
 
 def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelConfig:
-    """Take the architecture of pretrained weights into a config, with the timm model they need.
+    """Take the architecture of pretrained weights, with the timm model they need, into a config.
 
-    Settings of the user that differ from the defaults must agree with the weights, except for
-    patch_size, to which a linear patch embedding is resampled, and the arguments of a timm model,
-    which replace those of the weights.
+    Settings that differ from the defaults must agree with the weights, except for patch_size, to
+    which a linear patch embedding is resampled, and a timm model's arguments, which come first.
 
     Raises:
         ValueError: A setting contradicts the weights.
@@ -197,7 +190,7 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
     for key, value in settings.items():
         ours = getattr(config, key)
         agree = ours in (value, getattr(defaults, key))
-        if key == "attention":  # of which a file may now be in another folder
+        if key == "attention":  # its file may be in another folder now
             agree |= Path(ours).name == Path(value).name
         if key == "patch_size" and settings["stem"] == "linear":
             agree = True

@@ -1,4 +1,4 @@
-"""Loading a trained model, wherever it is."""
+"""Loading a trained model from a run, a file, a folder or the Hub."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Sav
 
     Args:
         name: Run folder (its finished model, or else its newest checkpoint), model.safetensors,
-            checkpoint, the name of a bundled model such as "cifar10", the folder of a
-            classifier as transformers saves it, or "hf-hub:OWNER/NAME" on the Hugging Face Hub.
+            checkpoint, bundled model such as "cifar10", folder of a classifier as transformers
+            saves it, or "hf-hub:OWNER/NAME" on the Hugging Face Hub.
         device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
         precision: "auto" (float32, like exports), "float32" or "bfloat16".
 

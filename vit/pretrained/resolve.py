@@ -1,7 +1,4 @@
-"""Starting a run from pretrained weights: what the run takes over from them, and when.
-
-`vit.pretrained.sources` reads the weights.
-"""
+"""Starting a run from pretrained weights: what the run takes over from them, and when."""
 
 import dataclasses
 from pathlib import Path
@@ -19,8 +16,8 @@ from vit.run.folder import stored_config
 def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrained | None]:
     """Find the pretrained weights of a run and take their architecture into its config.
 
-    A run that is resumed, unless it is going to be overwritten, takes the architecture from its own
-    config, so that the weights it once started from are not needed any more.
+    A run that is resumed, not overwritten, takes the architecture from its own config, so that it
+    does not need the weights any more.
 
     Returns:
         The config with the architecture of the weights; and the weights, None if the run starts
@@ -40,29 +37,24 @@ def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrai
         if model.name in ("vit", before.name):  # else `vit.run.resume` refuses the config
             model = adopt(model, settings_of_config(before), name)
         return dataclasses.replace(config, model=model), None
-    _check_place(name, run)
+    place = Path(name.removeprefix(TIMM).removeprefix(LOCAL))
+    if place.exists() and place.resolve().is_relative_to(run.resolve()):  # --overwrite empties it
+        raise ValueError(
+            f"model.pretrained: the new run in {run} would replace {name}, from which it starts; "
+            "train in another folder with --out"
+        )
     source = find_source(name, config.model)
     config = dataclasses.replace(config, model=adopt(config.model, source.settings, name))
     images = config.data.spec
     return config, fit(source, config.model, images.image_size, images.channels)
 
 
-def _check_place(name: str, run: Path) -> None:
-    """Check that pretrained weights are not in the folder of the run, which may be emptied."""
-    path = Path(name.removeprefix(TIMM).removeprefix(LOCAL))
-    if path.exists() and path.resolve().is_relative_to(run.resolve()):
-        raise ValueError(
-            f"model.pretrained: the new run in {run} would replace {name}, from which it starts; "
-            "train in another folder with --out"
-        )
-
-
 def with_statistics(
     preprocess: Preprocess, source: Pretrained | None, checkpoint: Checkpoint | None
 ) -> Preprocess:
-    """Normalize images as before a run was resumed, or as those of its pretrained weights.
+    """Take mean and std from the checkpoint of a run, or else from its pretrained weights.
 
-    For other channels than theirs, statistics are averaged (one channel) or repeated.
+    For another number of channels, they are averaged (one channel) or repeated.
     """
     if checkpoint is not None and checkpoint.preprocess is not None:
         stored = checkpoint.preprocess

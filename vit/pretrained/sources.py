@@ -1,8 +1,4 @@
-"""Reading pretrained weights: from timm's hub, folders, files, and models of this project.
-
-Each place can hold weights for our VisionTransformer or for a timm model; `ModelConfig.name` says
-for which.
-"""
+"""Reading pretrained weights from timm's hub, folders, files, and models of this project."""
 
 import dataclasses
 import re
@@ -24,14 +20,15 @@ from vit.run.folder import MODEL_FILE
 from vit.settings import suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
-WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # before the names in foreign training loops
+WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # prefixes that other training loops add
 TIMM_CONFIG = "config.json"  # in a folder that timm saved
 
 
 def find_source(name: str, model: ModelConfig) -> Pretrained:
     """Read pretrained weights, named as in `ModelConfig.pretrained`.
 
-    The model says whether they are for ours, and what a bare state dict does not tell about it.
+    Its name says whether they are for our VisionTransformer or a timm model; its other fields
+    complete a bare state dict.
 
     Raises:
         ValueError: There are no such weights, they cannot be read or fetched, or our
@@ -122,16 +119,18 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
     from timm.models import load_state_dict  # unwraps {"state_dict": ...} and strips "module."
 
     try:
-        content = load_state_dict(name, weights_only=True)
+        state = load_state_dict(name, weights_only=True)
     except Exception:  # foreign and damaged files raise all kinds of errors
         raise ValueError(
             f"model.pretrained: {name} is damaged, or not a .safetensors or .pth file of tensors "
             "and plain values (nothing else is read, because it could execute code); save the "
             "state dict by itself with torch.save(model.state_dict(), FILE)"
         ) from None
-    content = content.get("model_state_dict", content)
-    named = ((re.sub(WRAPPERS, "", key), value) for key, value in content.items())
-    weights = {key: value for key, value in named if isinstance(value, Tensor)}
+    weights = {
+        re.sub(WRAPPERS, "", key): value
+        for key, value in state.get("model_state_dict", state).items()
+        if isinstance(value, Tensor)
+    }
     if model.name != "vit":
         return Pretrained(name, {"timm_args": {}}, weights)
     settings, input_size, assumed = settings_of_file(weights, model, name)

@@ -1,6 +1,6 @@
 """Weights as transformers saves them, renamed for our VisionTransformer or a timm model.
 
-`save_pretrained` writes a folder with config.json, model.safetensors and, for the image processor,
+`save_pretrained` writes config.json, model.safetensors and, for the image processor,
 preprocessor_config.json. They are read without transformers.
 """
 
@@ -29,13 +29,13 @@ from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
 from vit.settings import parse
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
-OF_IMAGENET = ("deit", "dinov2", "dinov2_with_registers", "dinov3_vit")  # normalized as it is
-# What config.json leaves out where SigLIP has its defaults.
+OF_IMAGENET = ("deit", "dinov2", "dinov2_with_registers", "dinov3_vit")  # with its mean and std
+# SigLIP's defaults, which config.json leaves out.
 SIGLIP = {"num_attention_heads": 12, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
-# Of pretraining, of texts, and a layer that features and classifiers leave out.
+# For pretraining or texts, and a layer that features and classifiers do not use.
 UNUSED = r"mask_token|position_(ids|index)|^logit_|^(text_model|lm_head|decoder|pooler\.dense)\."
-RENAMED = (  # patterns and what replaces them, one after the other
+RENAMED = (  # patterns and their replacements, one after the other
     (r"^(vit|deit|beit|dinov2|dinov2_with_registers|vision_model|model)\.", ""),
     (r"^embeddings\.patch_embeddings?\.(projection\.)?", "patch_embed.proj."),
     (r"^embeddings\.position_embeddings?(\.weight)?$", "pos_embed"),
@@ -77,8 +77,7 @@ def transformers_folder(path: Path) -> Path | None:
 def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
     """Read weights, and how images are prepared for them.
 
-    They are for our VisionTransformer or, where it lacks a part, for the timm model that the
-    settings name.
+    If our VisionTransformer lacks a part of the model, the settings name a timm model.
 
     Raises:
         ValueError: The folder is incomplete or damaged, or the model is of another architecture.
@@ -88,9 +87,9 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
     kind = str(about["model_type"]).removesuffix("_vision_model")
     files = sorted(map(require_file, folder.glob("model*.safetensors")))  # several of a large one
     if kind not in MODEL_TYPES or not files:
-        found = ", ".join(sorted(path.name for path in folder.iterdir()))
+        names = ", ".join(sorted(path.name for path in folder.iterdir()))
         raise ValueError(
-            f"model.pretrained: {name} has a transformers model of type {kind} in {found}; it must "
+            f"model.pretrained: {name} has a transformers model of type {kind} in {names}; it must "
             f"be of type {', '.join(MODEL_TYPES)}, in model.safetensors, which "
             "model.save_pretrained writes"
         )
@@ -107,14 +106,14 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
                 "its head reads class token and mean of the patches, so the head is left out"
             )
         elif "head.weight" in weights:
-            kept = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
+            names = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
             # Two classes of ImageNet are called crane.
-            classes = tuple(f"{x} ({n})" if kept.count(x) > 1 else x for n, x in enumerate(kept))
+            classes = tuple(f"{x} ({n})" if names.count(x) > 1 else x for n, x in enumerate(names))
         settings = _settings(weights, kind, about, name)
         preprocess = _preprocess(folder / "preprocessor_config.json", input_size, kind, notes)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
             safetensors.SafetensorError) as error:  # fmt: skip
-        if str(error).startswith("model."):  # which says more
+        if str(error).startswith("model."):  # our own messages
             raise
         raise ValueError(f"model.pretrained: {name} is incomplete or damaged: {error!r}") from None
     mean, std = preprocess.mean, preprocess.std
@@ -123,7 +122,7 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
 
 
 def read_classifier(folder: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
-    """Read a classifier as it is; returns what a model file has: its metadata and weights.
+    """Read a classifier as from a model file: its metadata and weights.
 
     Raises:
         ValueError: As for `read_transformers`, or the model has no head that can be used.
@@ -145,7 +144,7 @@ def read_classifier(folder: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
 
 
 def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
-    """Give weights timm's names, without those in `UNUSED`, and join those in `JOINED`."""
+    """Give weights timm's names, leave out `UNUSED`, and join the parts in `JOINED`."""
     renamed = {}
     for key, value in weights.items():
         for pattern, replacement in names:
@@ -157,8 +156,8 @@ def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> d
         for block in [key.removesuffix(first) for key in renamed if key.endswith(first)]:
             for kind in ("weight", "bias"):
                 keys = [f"{block}{part}.{kind}" for part in parts]
-                if found := [renamed.pop(key) for key in keys if key in renamed]:
-                    renamed[f"{block}{whole}.{kind}"] = torch.cat(found)
+                if tensors := [renamed.pop(key) for key in keys if key in renamed]:
+                    renamed[f"{block}{whole}.{kind}"] = torch.cat(tensors)
     for kind in ("weight", "bias"):  # of SigLIP's attention pooling, which timm stores as two
         if (joined := renamed.pop(f"attn_pool.in_proj_{kind}", None)) is not None:
             dim = len(joined) // 3
@@ -169,17 +168,17 @@ def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> d
 def _settings(
     weights: dict[str, Tensor], kind: str, about: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` for renamed weights, which are fitted to them in place."""
+    """Return the fields of `ModelConfig` for renamed weights; adapts the weights in place."""
     gated = bool(about.get("use_swiglu_ffn") or about.get("use_gated_mlp"))
     special = {"beit": ["gelu"], "dinov3_vit": ["silu" if gated else "gelu"]}
-    found, allowed = about["hidden_act"], special.get(kind, [*ACTIVATIONS])
-    if found not in allowed:
+    act, allowed = about["hidden_act"], special.get(kind, [*ACTIVATIONS])
+    if act not in allowed:
         raise ValueError(
-            f"model.pretrained: {name} has hidden_act={found}; it must be {' or '.join(allowed)}"
+            f"model.pretrained: {name} has hidden_act={act}; it must be {' or '.join(allowed)}"
         )
     settings = settings_of_weights(weights, about["num_attention_heads"], name)
     settings |= {NORM_EPS: about["layer_norm_eps"], "global_pool": "token", "no_embed_class": False}
-    settings["act_layer"] = "silu" if gated else ACTIVATIONS[found]
+    settings["act_layer"] = "silu" if gated else ACTIVATIONS[act]
     if kind == "dinov3_vit":
         settings["mlp_ratio"] /= 2 if gated else 1  # both parts are joined
         arguments = {key: settings[key] for key in OF_TIMM} | {
@@ -200,7 +199,7 @@ def _settings(
         settings["no_embed_class"] = True
         weights["cls_token"] = weights["cls_token"] + weights["pos_embed"][:, :1]
         weights["pos_embed"] = weights["pos_embed"][:, 1:]
-    if gated:  # which ours is not
+    if gated:  # unlike our MLP
         settings["name"] = "timm:vit_giant_patch14_dinov2"
     if "head_dist.weight" in weights:
         settings |= {"name": "timm:deit_base_distilled_patch16_224", "reg_tokens": 0}
@@ -215,7 +214,7 @@ def _settings(
 
 
 def _preprocess(path: Path, input_size: tuple[int, ...], kind: str, notes: list[str]) -> Preprocess:
-    """Read how images are prepared; without a file, as is usual for models of a kind."""
+    """Read how images are prepared; without a file, use the defaults of this kind of model."""
     channels, height, width = input_size
     usual = IMAGENET if channels == 3 and kind in OF_IMAGENET else [[0.5] * channels] * 2
     about: dict[str, Any] = {"size": {"height": height, "width": width}, "resample": 3}
@@ -233,14 +232,10 @@ def _preprocess(path: Path, input_size: tuple[int, ...], kind: str, notes: list[
     mean, std = (tuple(value / scale for value in about[f"image_{x}"]) for x in ("mean", "std"))
     resized = _sides(about["size"])
     size = _sides(about["crop_size"]) if about.get("do_center_crop") else resized
-    return Preprocess(
-        size,
-        mean,
-        std,
-        Image.Resampling(about["resample"]).name.lower(),
-        "crop" if "shortest_edge" in str(about["size"]) else "squash",
-        math.nextafter(size[0] / resized[0], 0),  # as quotients of it are rounded down
-    )
+    interpolation = Image.Resampling(about["resample"]).name.lower()
+    crop_pct = math.nextafter(size[0] / resized[0], 0)  # quotients by it are rounded down
+    crops = "shortest_edge" in str(about["size"])
+    return Preprocess(size, mean, std, interpolation, "crop" if crops else "squash", crop_pct)
 
 
 def _sides(size: Any) -> tuple[int, int]:
