@@ -169,8 +169,7 @@ class Classifier:
             rollout: Options for kind "rollout" only.
 
         Returns:
-            Logits (N, C) float32 and, for each kind, maps (N, rows, columns) as of
-            `attention_maps`; all on the device.
+            Logits (N, C) float32, and the maps of `attention_maps` by kind, on the device.
 
         Raises:
             ValueError: The model has no maps, or a kind is unknown.
@@ -202,7 +201,7 @@ class Classifier:
 
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
-                size; or a list of them, for which a list is returned.
+                size; or a list of them, which returns a list.
 
         Raises:
             ValueError: A photo cannot be read.
@@ -241,8 +240,7 @@ class Classifier:
             target: The class that class-specific maps explain; None explains the predicted one.
 
         Raises:
-            ValueError: A photo cannot be read, a kind or class does not exist, or the model has no
-                maps.
+            ValueError: A photo cannot be read, a kind or class is unknown, or there are no maps.
         """
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         require(bool(kinds), "kinds", kinds, f"one or more of {', '.join(ALL_KINDS)}")

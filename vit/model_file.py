@@ -25,8 +25,7 @@ from vit.console import printable, shorten, warn
 from vit.data.preprocess import Preprocess
 from vit.files import require_file, unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
-from vit.model.config import ModelConfig
-from vit.model.variants import attention_digest
+from vit.model.variants import attention_code
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
@@ -238,11 +237,6 @@ def save_model(
     data = safetensors.torch.save(tensors, metadata)
     digest = hashlib.sha256(data).hexdigest()
     write_atomically(path, data.replace(BLANK.encode(), digest.encode(), 1))
-
-
-def attention_code(model: ModelConfig) -> str:
-    """Return the `attention_digest` of a model; "" for a timm model."""
-    return attention_digest(model.attention) if model.name == "vit" else ""
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -74,12 +74,12 @@ class Dropout(nn.Dropout):
 class StochasticDepth(Dropout):
     """Drops whole branches of an image in training and scales the others (arXiv 1603.09382)."""
 
-    # (B,) float32, by which images are multiplied inside `keyed_dropout`. If `forward` computed it,
+    # (B,) float32 factors of the images inside `keyed_dropout`. If `forward` computed them,
     # torch.compile would compile every block anew for its rate.
     scale: Tensor | None = None
 
     def take(self, keys: Tensor | None) -> None:
-        """Draw which of the next images are dropped, or leave it to torch."""
+        """Choose which of the next images are dropped, or leave it to torch."""
         self.scale = None
         if keys is not None:
             kept = keep_mask(keys, (1,), self.p).squeeze(1)
@@ -98,8 +98,7 @@ class StochasticDepth(Dropout):
 def keyed_dropout(model: nn.Module, keys: Tensor) -> Iterator[None]:
     """Give the images of a batch keys (B,), see `image_keys`, in forward and backward pass.
 
-    Modules of type `Dropout` with a rate above 0 are the L layers, numbered in the order of
-    `model.modules()`. Other dropout is not affected.
+    The L layers are the `Dropout` modules with a rate above 0, in the order of `model.modules()`.
     """
     layers = [module for module in model.modules() if isinstance(module, Dropout) and module.p > 0]
     numbers = torch.arange(len(layers), dtype=torch.int32, device=keys.device)

@@ -26,11 +26,8 @@ class PatchEmbed(nn.Module):
         img_size: Height and width in pixels of the images that position embeddings are for, or one
             number for both. Images of other sizes are accepted too.
         patch_size: Side of a square patch in pixels; divides height and width of every image.
-        in_chans: C, colour channels.
-        embed_dim: D, token width.
         stem: "linear" maps each patch independently (arXiv 2010.11929, eq. 1). "conv" is a stack of
-            3 x 3 convolutions, whose receptive fields overlap (arXiv 2106.14881); it needs a
-            patch_size that is a power of two.
+            3 x 3 convolutions, whose receptive fields overlap (arXiv 2106.14881).
         stem_width: Width of the first convolution of "conv", see `conv_stem`.
         bias: Whether the linear projection has a bias; the convolutions of "conv" have none.
 
@@ -124,19 +121,13 @@ class ResidualConv(nn.Module):
 def conv_stem(
     patch_size: int, in_chans: int, embed_dim: int, stem_width: int | None = None
 ) -> nn.Sequential:
-    """Build a stack of 3 x 3 convolutions that downsamples images by patch_size.
+    """Build a stack of 3 x 3 convolutions that downsamples images by patch_size, a power of two.
 
     Every convolution is followed by batch norm and ReLU. The first keeps the resolution, and each
     of the next log2(patch_size) halves it; a residual convolution follows all of these but the
     last. For patch_size=4, embed_dim=128 and stem_width=32 the layers are 3 → 32, 32 → 64
-    (stride 2), 64 → 64 (residual), 64 → 128 (stride 2).
-
-    Args:
-        patch_size: A power of two, or else a ValueError.
-        in_chans: Colour channels.
-        embed_dim: Output channels.
-        stem_width: Width of the first convolution, which doubles with each halving up to embed_dim;
-            None lets the width grow evenly. Multiples of 32 are fastest.
+    (stride 2), 64 → 64 (residual), 64 → 128 (stride 2). With stem_width=None, the width grows
+    evenly. Multiples of 32 are fastest.
     """
     halvings = patch_size.bit_length() - 1
     if patch_size != 2**halvings:

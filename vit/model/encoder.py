@@ -51,8 +51,6 @@ class Mlp(nn.Module):
     """Two linear layers with a GELU in between, applied to each token.
 
     Args:
-        dim: D, token width.
-        hidden_dim: Width between the two layers.
         drop: Dropout probability after each layer.
         conv: Mixes neighbouring patches after the first layer (arXiv 2210.05844); None does not.
         act_layer: Kind of GELU, a key of `ACTIVATIONS`, or else a ValueError.
@@ -100,9 +98,6 @@ class EncoderBlock(nn.Module):
     """A pre-norm transformer block (arXiv 2010.11929, eq. 2 and 3) with timm's parameter names.
 
     Args:
-        attn: Attention.
-        mlp: MLP.
-        dim: D, token width.
         init_values: Initial value of layer scale; None means no layer scale.
         drop_path: Probability of skipping a residual branch, per image (arXiv 1603.09382).
         norm_eps: Added to the variance in layer norms.

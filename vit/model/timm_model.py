@@ -73,15 +73,6 @@ def create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         ) from None
 
 
-def head_names(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the parameters whose shape depends on the number of classes."""
-    with torch.device("meta"):
-        two, three = (
-            create(name, {**arguments, "num_classes": classes}).state_dict() for classes in (2, 3)
-        )
-    return tuple(key for key in two if two[key].shape != three[key].shape)
-
-
 def timm_name(model: nn.Module) -> str:
     """Return the name by which timm knows a model, or else the name of its class."""
     pretrained_cfg = getattr(model, "pretrained_cfg", None) or {}

@@ -1,8 +1,8 @@
-"""Variants of attention, by name. Each can be read on its own beside `vit.model.attention`.
+"""Variants of attention, by name.
 
 A variant is a function with the arguments and results of `scaled_dot_product_attention`, or a
-module class whose forward is one and whose constructor takes num_heads and head_dim, for parameters
-of its own. docs/variants.md shows how to write, train and compare one.
+module class whose forward is one and whose constructor takes num_heads and head_dim, for learned
+parameters. docs/variants.md shows how to write, train and compare one.
 
 Shapes: B batch, H heads, N queries, M keys, d head width.
 """
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vit.console import note
 from vit.model import attention
 from vit.model.attention import Attention, masked_softmax
+from vit.model.config import ModelConfig
 from vit.model.fused_kernel import is_released, source_digest
 from vit.seeding import generator
 from vit.settings import suggest
@@ -90,9 +91,9 @@ class DifferentialAttention(nn.Module):
         return (1 - self.START) * normed, weights
 
 
-# What `model.attention` may name. Its description in vit/model/config.py lists the same names.
+# Names for `model.attention`; its description in vit/model/config.py lists the same.
 ATTENTION: dict[str, Attention | None] = {
-    "dot": None,  # `scaled_dot_product_attention`, as it is when it is called
+    "dot": None,  # `scaled_dot_product_attention`, looked up when it is called
     "cosine": CosineAttention,
     "sigmoid": sigmoid_attention,
     "differential": DifferentialAttention,
@@ -112,10 +113,9 @@ def find_attention(name: str) -> Attention | None:
 
 
 def load_attention(name: str) -> Attention | None:
-    """Run a Python file and register an attention variant that it defines.
+    """Run a Python file and register an attention variant that it defines, named FILE.py:NAME.
 
-    FILE.py:NAME, a file and the function or class in it, is registered without the folder, which is
-    how model files name it. Other names are looked up.
+    It is registered, and stored in model files, without the folder. Other names are looked up.
 
     Raises:
         ValueError: There is no such variant, or the file cannot be run.
@@ -143,9 +143,10 @@ def is_edited(name: str) -> bool:
     return name != "dot" or not is_released(*functions)
 
 
-def attention_digest(name: str) -> str:
-    """Hash the code of a variant, see `source_digest`."""
-    return source_digest(find_attention(name) or attention.scaled_dot_product_attention)
+def attention_code(model: ModelConfig) -> str:
+    """Hash the code of a model's attention, see `source_digest`; "" for a timm model."""
+    variant = find_attention(model.attention) or attention.scaled_dot_product_attention
+    return source_digest(variant) if model.name == "vit" else ""
 
 
 def check_attention(name: str, heads: int, tokens: int, head_dim: int, hint: str = "") -> None:

@@ -32,16 +32,13 @@ class VisionTransformer(nn.Module):
     """A Vision Transformer with timm's parameter names.
 
     The defaults are the plain model of the paper, with the width of ViT-Ti. Without stem="conv",
-    head_dim and mlp_conv, `load_state_dict(..., strict=True)` exchanges weights with timm's
-    VisionTransformer in both directions.
+    head_dim and mlp_conv, timm's VisionTransformer loads its weights, and the other way round.
 
     Args:
         img_size: Height and width in pixels of the images that position embeddings are for, or one
             number for both. They are resampled for other multiples of patch_size.
-        in_chans: Colour channels.
-        num_classes: C.
-        attention: What each head computes: a name in `vit.model.variants.ATTENTION`, such as "dot",
-            or a function or class like those there.
+        attention: What each head computes: a name in `vit.model.variants.ATTENTION`, or a function
+            or class that could be there.
 
     `ModelConfig` describes the other arguments.
 
@@ -229,8 +226,8 @@ class VisionTransformer(nn.Module):
         """Classify images and keep the attention weights and tokens of every layer.
 
         Returns:
-            Logits (B, C); the L layers' attention weights before dropout, (B, H, N, N); and the L
-            blocks' outputs, (B, N, D). The logits can be differentiated with respect to them.
+            Logits (B, C); each layer's attention weights before dropout, (B, H, N, N); and each
+            layer's output, (B, N, D). The logits can be differentiated with respect to all of them.
         """
         return self.forward_tokens(*self.embed(images), mask)
 
@@ -249,8 +246,7 @@ class VisionTransformer(nn.Module):
         """Classify the output of any block, (B, N, D), with the final norm and the head.
 
         Returns:
-            Logits (B, C), the model's for the last block; and logits (B, N, C) of every token as if
-            the head read it alone.
+            Logits (B, C); and logits (B, N, C) of every token as if the head read it alone.
         """
         normed = self.norm(tokens)
         return self.forward_head(normed), self.head(self.head_drop(self.fc_norm(normed)))
@@ -265,14 +261,10 @@ class VisionTransformer(nn.Module):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> list[Any]:
-        """Return the patches' tokens after some blocks, as in DINO and timm.
+        """Return the patches' tokens, (B, P, D), after the last n blocks or those with indices n.
 
-        Args:
-            images: As for `forward`.
-            n: Number of blocks at the end, or their indices.
-            reshape: Whether patches are (B, D, rows, columns) instead of (B, P, D).
-            return_prefix_tokens: Whether to return pairs of patches and prefix tokens.
-            norm: Whether to apply the final norm.
+        As in DINO and timm, reshape returns (B, D, rows, columns), return_prefix_tokens returns
+        pairs of patches and prefix tokens, and norm applies the final norm.
         """
         layers = range(len(self.blocks))[-n:] if isinstance(n, int) else n
         x, grid = self.embed(images)

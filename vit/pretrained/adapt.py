@@ -13,7 +13,7 @@ from vit.config import Config
 from vit.console import by, shorten
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
-from vit.model.timm_model import NORM_EPS, complete_arguments, create, head_names
+from vit.model.timm_model import NORM_EPS, complete_arguments, create
 from vit.model.vit import VisionTransformer
 from vit.pretrained.architecture import HEAD, num_prefix_tokens
 
@@ -101,11 +101,11 @@ def _fit_vit(
     from timm.models import adapt_input_conv
 
     assert source.input_size is not None
-    _check_vit(source)
+    old_channels, height, width = source.input_size
+    _check_vit(source, old_channels, (height, width))
     weights, changes = dict(source.weights), []
     before, now = source.settings["patch_size"], model.patch_size or PATCH_SIZE
-    old_channels, *old_size = source.input_size
-    old_grid = (old_size[0] // before, old_size[1] // before)
+    old_grid = (height // before, width // before)
     grid = (image_size[0] // now, image_size[1] // now)
     if "pos_embed" in weights and grid != old_grid:
         prefix = 0 if model.no_embed_class else num_prefix_tokens(source.settings)
@@ -122,13 +122,11 @@ def _fit_vit(
     return dataclasses.replace(source, weights=weights), changes
 
 
-def _check_vit(source: Pretrained) -> None:
+def _check_vit(source: Pretrained, channels: int, size: tuple[int, int]) -> None:
     """Check names and shapes of weights, except for the head's."""
-    assert source.input_size is not None
-    channels, *size = source.input_size
     with torch.device("meta"):
         model = VisionTransformer(
-            img_size=(size[0], size[1]), in_chans=channels, num_classes=CLASSES, **source.settings
+            img_size=size, in_chans=channels, num_classes=CLASSES, **source.settings
         )
     body = {key: value.to("meta") for key, value in source.weights.items() if key not in HEAD}
     head = {key: value for key, value in model.state_dict().items() if key in HEAD}
@@ -148,10 +146,11 @@ def _fit_timm(
     """Fit weights of a timm model: its first convolution, positions and patch embedding."""
     weights = source.weights
     complete = complete_arguments(config.name, config.timm_args or {}, image_size, channels)
-    head = head_names(config.name, complete)
     with torch.device("meta"):
         model: Any = create(config.name, {**complete, "num_classes": CLASSES})
+        larger = create(config.name, {**complete, "num_classes": CLASSES + 1}).state_dict()
     expected = model.state_dict()
+    head = tuple(key for key, value in expected.items() if value.shape != larger[key].shape)
     body = {key: value for key, value in weights.items() if key not in head}
     differing = (expected.keys() ^ weights.keys()) - {*head}
     try:

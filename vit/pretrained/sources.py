@@ -21,7 +21,6 @@ from vit.settings import suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
 WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # prefixes that other training loops add
-TIMM_CONFIG = "config.json"  # in a folder that timm saved
 
 
 def find_source(name: str, model: ModelConfig) -> Pretrained:
@@ -41,7 +40,7 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
         return _from_timm(name, name.removeprefix(TIMM), model)
     if folder := transformers_folder(path):
         return read_transformers(folder)[0]
-    if (path / TIMM_CONFIG).is_file() and not is_own_file(path / MODEL_FILE):
+    if (path / "config.json").is_file() and not is_own_file(path / MODEL_FILE):
         return _from_timm(name, f"{LOCAL}{name}", model)
     if path.is_file() and not is_own_file(path):
         return _from_file(name, model)

@@ -87,10 +87,10 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
     kind = str(about["model_type"]).removesuffix("_vision_model")
     files = sorted(map(require_file, folder.glob("model*.safetensors")))  # several of a large one
     if kind not in MODEL_TYPES or not files:
-        names = ", ".join(sorted(path.name for path in folder.iterdir()))
+        contents = ", ".join(sorted(path.name for path in folder.iterdir()))
         raise ValueError(
-            f"model.pretrained: {name} has a transformers model of type {kind} in {names}; it must "
-            f"be of type {', '.join(MODEL_TYPES)}, in model.safetensors, which "
+            f"model.pretrained: {name} has a transformers model of type {kind} in {contents}; it "
+            f"must be of type {', '.join(MODEL_TYPES)}, in model.safetensors, which "
             "model.save_pretrained writes"
         )
     try:

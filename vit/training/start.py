@@ -17,7 +17,7 @@ from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
 from vit.distributed.world import World, join_world, under_torchrun
 from vit.hardware import choose_device, choose_precision, cores_to_use
-from vit.model_file import attention_code
+from vit.model.variants import attention_code
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
