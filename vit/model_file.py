@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class ModelMetadata:
     fingerprint: Text = ""
     attention_code: Text = ""
     calibration: Calibration | None = None
+
+
+Metadata = ModelMetadata | Checkpoint
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -109,7 +112,7 @@ class SavedModel(Classifier):
 def load_saved(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
     """Load a run folder, a model file, a checkpoint or a bundled model, see `vit.load`."""
     path = _find_model(Path(name))
-    about: ModelMetadata | Checkpoint
+    about: Metadata
     if path.suffix == MODEL_SUFFIX:
         about, weights = _read_model(path)
         code: str | None = about.attention_code
@@ -127,11 +130,7 @@ def load_saved(name: str | Path, device: str = "auto", precision: str = "auto") 
 
 
 def build_saved(
-    path: Path,
-    about: ModelMetadata | Checkpoint,
-    weights: Mapping[str, Tensor],
-    device: str,
-    precision: str,
+    path: Path, about: Metadata, weights: dict[str, Tensor], device: str, precision: str
 ) -> SavedModel:
     """Build the model that a file describes, with its weights; errors as for `vit.load`."""
     where, config, classes = choose_device(device), about.config, about.classes
@@ -165,7 +164,7 @@ def _at_most(count: int) -> Iterator[None]:
         nonlocal left
         left -= threading.get_ident() == builder
         if left < 0:
-            raise RuntimeError(f"it claims many more layers than {count} tensors are of")
+            raise RuntimeError(f"it describes a model of many more than {count} tensors")
 
     hook = register_module_parameter_registration_hook(register)
     try:

@@ -73,11 +73,10 @@ def causal_mask(num_tokens: int, device: torch.device | str | None = None) -> Te
 
 
 def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
-    """Return a mask, (B, 1, N), that is True where a key is not padding.
+    """Return a mask that hides the padding after each sequence.
 
-    Args:
-        lengths: (B,) integers, 0 to N: the length of each sequence without padding.
-        num_tokens: N, the padded length.
+    `lengths`, (B,) integers from 0 to N = num_tokens, count the tokens that are not padding.
+    The mask is (B, 1, N) boolean, True where a key is not padding.
     """
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 

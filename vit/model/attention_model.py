@@ -58,6 +58,5 @@ def no_maps_text(model: nn.Module) -> str:
         unread = unread_class(model) or unread
     return (
         f"attention maps are not available for {timm_name(model)}: they need one sequence of "
-        f"tokens and attention that can be read, and that of class {unread} cannot; docs/timm.md "
-        "has a table of those that can"
+        f"tokens and attention of a class listed in docs/timm.md, unlike {unread}"
     )

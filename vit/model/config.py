@@ -27,8 +27,8 @@ class ModelConfig:
             timm:vit_small_patch16_224.augreg_in21k), a .safetensors or .pth file with timm's names,
             a folder as timm or transformers saves it, a run folder or model file of this project,
             or cifar10; the architecture then comes from it; null starts from random weights
-        patch_size: side of a patch in pixels, which divides those of images; null is 4, or that of
-            the pretrained model; its patch embedding is resampled for another
+        patch_size: side of a patch in pixels, a divisor of the images' sides; null is 4, or the
+            pretrained model's; another size resamples its patch embedding
         stem: patch embedding: one linear projection, or a stack of 3x3 convolutions (arXiv
             2106.14881)
         stem_width: width of the first convolution of stem=conv, which doubles whenever the image is

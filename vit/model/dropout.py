@@ -36,7 +36,7 @@ def derive(key: Tensor, numbers: Tensor) -> Tensor:
 def image_keys(seed: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the keys, (count,) int32, of images from position `first` of the whole batch on.
 
-    The 32-bit seed is that of a step.
+    The seed has 32 bits and differs between steps.
     """
     positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
     return derive(torch.tensor(seed).to(torch.int32), positions)

@@ -64,7 +64,7 @@ ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention, DiffAt
 
 
 def _base(model: Any) -> Any:
-    """Return the class in `FAMILIES` whose tokens a model has; None if there is none."""
+    """Return the class in `FAMILIES` whose `forward_features` a model has, or None."""
     features = getattr(type(model), "forward_features", None)  # a subclass may have another head
     return next((cls for cls in FAMILIES if cls.forward_features is features), None)
 

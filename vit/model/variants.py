@@ -113,9 +113,10 @@ def find_attention(name: str) -> Attention | None:
 
 
 def load_attention(name: str) -> Attention | None:
-    """Run a Python file and register an attention variant that it defines, named FILE.py:NAME.
+    """Run a Python file and register an attention variant that it defines.
 
-    It is registered, and stored in model files, without the folder. Other names are looked up.
+    FILE.py:NAME names the file and the function or class; model files store it without the folder.
+    Other names are looked up.
 
     Raises:
         ValueError: There is no such variant, or the file cannot be run.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +65,9 @@ class Pretrained:
 def fit(
     source: Pretrained, model: ModelConfig, image_size: tuple[int, int], channels: int
 ) -> Pretrained:
-    """Fit weights, but for their head, to a model of their architecture and the images of a run.
+    """Fit weights to a model of their architecture and the images of a run, in float32.
 
-    The result is in float32 and has a note of what changed.
+    The notes say what changed. The head stays as it is, see `adapted`.
 
     Raises:
         ValueError: A weight is not finite in float32; or timm cannot build its model, or fit the
@@ -156,7 +155,9 @@ def _fit_timm(
     try:
         if names := sorted(key for key in differing if not key.endswith(COUNTER)):
             raise ValueError("their tensors differ in " + ", ".join(names))
-        fitted = _load(body, model.pretrained_cfg, source.input_size, config.name, complete)
+        about = dict(model.pretrained_cfg)
+        about["input_size"] = source.input_size or about["input_size"]
+        fitted = _load(config.name, complete, about, body)
     except Exception as error:  # timm checks shapes in many places and ways
         raise ValueError(
             f"model.pretrained: timm cannot fit {source.name} to this {config.name} for images of "
@@ -175,21 +176,17 @@ def _fit_timm(
 
 
 def _load(
-    body: dict[str, Tensor],
-    about: dict[str, Any],
-    input_size: tuple[int, int, int] | None,
-    name: str,
-    arguments: Mapping[str, Any],
+    name: str, arguments: dict[str, Any], about: dict[str, Any], body: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Let timm load weights without a head into a new model, and return its state dict."""
     import timm
 
-    channels, input_size = arguments["in_chans"], input_size or about["input_size"]
-    if channels != input_size[0]:
+    channels, old_channels = arguments["in_chans"], about["input_size"][0]
+    if channels != old_channels:
         convs = about.get("first_conv") or ()
         for conv in (convs,) if isinstance(convs, str) else convs:
             # Where this fails, it is an error here, while timm leaves random kernels.
-            timm.models.adapt_input_conv(channels, body[f"{conv}.weight"], input_size[0])
+            timm.models.adapt_input_conv(channels, body[f"{conv}.weight"], old_channels)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about how timm resamples
         loaded = timm.create_model(
@@ -197,7 +194,7 @@ def _load(
             pretrained=True,
             pretrained_cfg_overlay={
                 "state_dict": body,
-                "input_size": input_size,
+                "input_size": about["input_size"],
                 # Not the model's number, so that timm does not look for a head.
                 "num_classes": CLASSES + 1,
                 "classifier": about["classifier"] or (),

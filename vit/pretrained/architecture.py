@@ -175,7 +175,7 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
     """Take the architecture of pretrained weights, with the timm model they need, into a config.
 
     Settings that differ from the defaults must agree with the weights, except for patch_size, to
-    which a linear patch embedding is resampled, and a timm model's arguments, which come first.
+    which a linear patch embedding is resampled, and a timm model's arguments, which override them.
 
     Raises:
         ValueError: A setting contradicts the weights.
