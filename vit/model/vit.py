@@ -94,8 +94,7 @@ class VisionTransformer(nn.Module):
         )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
-        num_positions = self.num_pos_prefix + self.patch_embed.num_patches
-        positions = torch.zeros(1, num_positions, embed_dim)
+        positions = torch.zeros(1, self.num_pos_prefix + self.patch_embed.num_patches, embed_dim)
         self.pos_embed: Tensor | None
         if pos_embed == "learned":
             self.pos_embed = nn.Parameter(positions)
@@ -226,8 +225,8 @@ class VisionTransformer(nn.Module):
         """Classify images and keep the attention weights and tokens of every layer.
 
         Returns:
-            Logits (B, C); each layer's attention weights before dropout, (B, H, N, N); and each
-            layer's output, (B, N, D). The logits can be differentiated with respect to all of them.
+            Logits (B, C); attention weights before dropout, (B, H, N, N), of each layer; and its
+            output, (B, N, D). The logits can be differentiated with respect to weights and tokens.
         """
         return self.forward_tokens(*self.embed(images), mask)
 

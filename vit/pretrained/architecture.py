@@ -34,6 +34,7 @@ OF_TIMMS_VIT = (
     "act_layer",
 )  # fmt: skip
 LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
+NOT_IN_TIMM = {"stem": "linear", "stem_width": None, "mlp_conv": False, "attention": "dot"}
 HEAD = ("head.weight", "head.bias")
 # Classes of the modules of timm models that our VisionTransformer can represent.
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
@@ -106,17 +107,14 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
         mlp_ratio = math.nextafter(mlp_ratio, math.inf)
     return {
         "patch_size": kernel.shape[-1],
-        "stem": "linear",
-        "stem_width": None,
+        **NOT_IN_TIMM,
         "embed_dim": dim,
         "depth": 1 + max(int(key.split(".")[1]) for key in weights if key.startswith("blocks.")),
         "num_heads": num_heads,
         "head_dim": None if attention_dim == dim else attention_dim // num_heads,
         "mlp_ratio": mlp_ratio,
-        "mlp_conv": False,
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
         "qk_norm": qk_norm is not None,
-        "attention": "dot",
         "init_values": LAYER_SCALE if "blocks.0.ls1.gamma" in weights else None,
         "class_token": class_token,
         "reg_tokens": 0 if registers is None else registers.shape[1],
