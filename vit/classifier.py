@@ -61,7 +61,7 @@ class Classifier:
         classes: The C class names.
         device: Where to compute.
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
-        flip: Whether `logits` averages each image and its mirror image. Maps explain the image.
+        flip: Whether `logits` averages each image and its mirror image; maps explain the image.
         calibration: What the held-out images of the run say about probabilities, or None.
     """
 
@@ -169,7 +169,7 @@ class Classifier:
             rollout: Options for kind "rollout" only.
 
         Returns:
-            Logits (N, C) float32, and the maps of `attention_maps` by kind, on the device.
+            Logits (N, C) float32, and for each kind maps (N, rows, columns), as `attention_maps`.
 
         Raises:
             ValueError: The model has no maps, or a kind is unknown.
