@@ -57,12 +57,7 @@ class Mlp(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        drop: float = 0.0,
-        conv: NeighbourConv | None = None,
-        act_layer: str = "gelu",
+        self, dim: int, hidden_dim: int, drop: float, conv: NeighbourConv | None, act_layer: str
     ) -> None:
         super().__init__()
         if act_layer not in ACTIVATIONS:

@@ -37,10 +37,6 @@ def _beit_tokens(model: Any, images: Tensor) -> Tensor:
     return model.pos_drop(x if model.pos_embed is None else x + model.pos_embed)
 
 
-def _no_positions(model: Any, grid: Grid) -> list[dict[str, Any]]:
-    return [{}] * len(model.blocks)
-
-
 def _rotations(model: Any, grid: Grid) -> list[dict[str, Any]]:
     rope: Any = None if model.rope is None else model.rope.get_embed(shape=list(grid))
     if getattr(model, "rope_mixed", False):  # with a rotation for each block
@@ -55,7 +51,7 @@ def _shared_bias(model: Any, grid: Grid) -> list[dict[str, Any]]:
 
 # How a class turns images into the first block's input, and each block's other arguments.
 FAMILIES: dict[Any, tuple[Callable[..., Tensor], Callable[..., list[dict[str, Any]]]]] = {
-    VisionTransformer: (_vit_tokens, _no_positions),
+    VisionTransformer: (_vit_tokens, lambda model, grid: [{}] * len(model.blocks)),
     eva.Eva: (_eva_tokens, _rotations),
     beit.Beit: (_beit_tokens, _shared_bias),
 }
@@ -153,7 +149,7 @@ class TimmAttentionModel:
     def forward_tokens(
         self, x: Tensor, grid: Grid, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Do what `forward_intermediates` does after `embed`."""
+        """Do what `forward_intermediates` does, after `embed`."""
         tokens = []
         with ReadWeights(for_all_heads(mask, (len(x), 1, x.shape[1], x.shape[1]))) as read:
             positions = self._positions(self._model, grid)

@@ -26,7 +26,7 @@ WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # prefixes that other training
 def find_source(name: str, model: ModelConfig) -> Pretrained:
     """Read pretrained weights, named as in `ModelConfig.pretrained`.
 
-    Its name says whether they are for our VisionTransformer or a timm model; its other fields
+    `model.name` says whether they are for our VisionTransformer or a timm model; its other fields
     complete a bare state dict.
 
     Raises:
