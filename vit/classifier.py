@@ -156,10 +156,9 @@ class Classifier:
         batch_size: int = 500,
         rollout: RolloutOptions = DEFAULTS,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Classify images (N, channels, H, W) uint8 and map what the model attends to.
+        """Classify images (N, channels, H, W) uint8, on any device, and map the attention.
 
         Args:
-            images: The images, on any device.
             kinds: Kinds of map, keys of `vit.explain.kinds.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.

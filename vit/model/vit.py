@@ -158,7 +158,7 @@ class VisionTransformer(nn.Module):
         """Classify images.
 
         Args:
-            images: (B, in_chans, height, width), normalized.
+            images: (B, in_chans, height, width), normalized; any multiples of patch_size.
             mask: Attention mask over the N tokens, see `MultiHeadSelfAttention.forward`.
             need_weights: Whether to return the attention weights of all layers too.
 

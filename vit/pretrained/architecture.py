@@ -131,11 +131,8 @@ def settings_of_file(
     """Read the architecture of a bare state dict, and fields in `UNKNOWN` from the config.
 
     Returns:
-        Fields of `ModelConfig`; channels, height and width of the images; and the names of the
-        fields from the config.
-
-    Raises:
-        ValueError: As for `settings_of_weights`, or the grid of the positions is not square.
+        Fields of `ModelConfig`; channels, height and width of the images, which must be square; and
+        the names of the fields from the config.
     """
     settings = settings_of_weights(weights, config.num_heads, name)
     grid, prefix = 1, num_prefix_tokens(settings)

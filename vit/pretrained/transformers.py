@@ -122,11 +122,7 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
 
 
 def read_classifier(folder: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
-    """Read a classifier as from a model file: its metadata and weights.
-
-    Raises:
-        ValueError: As for `read_transformers`, or the model has no head that can be used.
-    """
+    """Read a classifier as from a model file: metadata and weights; ValueError without a head."""
     source, preprocess = read_transformers(folder)
     if source.classes is None:
         raise ValueError(
