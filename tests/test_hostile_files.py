@@ -30,8 +30,7 @@ from vit.reporting.loading import load_test
 from vit.reporting.model_card import model_card
 from vit.reporting.report import write_report
 from vit.run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from vit.run.folder import stored_config
-from vit.run.resume import check_run
+from vit.run.folder import check_run, stored_config
 from vit.run.sharded import SUMS_FILE
 
 DEEP: Any = []

@@ -43,8 +43,8 @@ RENAMED = {"attention": "maps", "image": "photo"}  # flags of version 0.1, comma
 
 def fail(message: str) -> NoReturn:
     """End the program with one line on standard error and exit code 2."""
-    who = f"error (process {rank()}): " if rank() else "error: "
-    say(who + printable(message), sys.stderr)
+    process = f" (process {rank()})" if rank() else ""
+    say(f"error{process}: {printable(message)}", sys.stderr)
     raise SystemExit(2)
 
 
@@ -75,7 +75,7 @@ def train_main() -> None:
     """Run train.py, alias vit-train."""
     with user_errors():
         config, options = parse_train(sys.argv[1:])
-        # Imported late, because they import torch: a mistyped flag is answered at once. Collecting
+        # Imported late, because that takes seconds: a mistyped flag is answered at once. Collecting
         # garbage meanwhile would take a fifth of the time and find none.
         gc.disable()
         from vit.commands.train import train
@@ -124,26 +124,22 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
         help="YAML file or name of a recipe, e.g. shapes; may be repeated: later files override "
         "earlier ones, and flags override files (default: quick)",
     )  # fmt: skip
-    for name, what in SWITCHES.items():
-        parser.add_argument(f"--{name}", default="false", metavar="[VALUE]", help=what)
+    for name, help_text in SWITCHES.items():
+        parser.add_argument(f"--{name}", default="false", metavar="[VALUE]", help=help_text)
     _add_fields(parser, Config)
-    for field in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(field.type):
-            group = parser.add_argument_group(f"{field.name}: {_title(field.type)}".strip("."))
-            _add_fields(group, field.type, f"{field.name}.")
-    given = parser.parse(arguments)
-    files = given.pop("config")
-    texts = {name: given.pop(name) for name in SWITCHES}
-    for name, text in texts.items():
+    flags = parser.parse(arguments)
+    files = flags.pop("config")
+    switches = {name: flags.pop(name) for name in SWITCHES}
+    for name, text in switches.items():
         require(text.lower() in TRUE + FALSE, name, text, "true or false")
-    print_config, *chosen = (text.lower() in TRUE for text in texts.values())
-    if text := given.get("model.timm_args"):
-        given["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
-    config, plans = compose([read_config(file) for file in files], _nested(given))
+    print_config, overwrite, allow_changes = (text.lower() in TRUE for text in switches.values())
+    if text := flags.get("model.timm_args"):
+        flags["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
+    config, plans = compose([read_config(file) for file in files], _nested(flags))
     if print_config:
         say(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
         raise SystemExit(0)
-    return config, {"overwrite": chosen[0], "allow_changes": chosen[1], "plans": plans}
+    return config, {"overwrite": overwrite, "allow_changes": allow_changes, "plans": plans}
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
@@ -173,19 +169,19 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
             f"{suggest(name, COMMANDS)}"
         )
     for key in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
-        known = {owner: {owner, *keys(config)} for owner, config in COMMANDS.items()}
-        owners = [owner for owner in COMMANDS if RENAMED.get(key, key) in known[owner]]
+        known = RENAMED.get(key, key)
+        owners = [command for command in COMMANDS if known in (command, *keys(COMMANDS[command]))]
         if owners and name not in owners:
-            where = f"{program('eval')} RUN {' or '.join(owners)}"
-            raise ValueError(f"{key}: not a setting of {name}, but of {where}")
+            commands = f"{program('eval')} RUN {' or '.join(owners)}"
+            raise ValueError(f"{key}: not a setting of {name}, but of {commands}")
     config = COMMANDS[name]
     usage = f"%(prog)s RUN {name} ... [--FIELD VALUE ...]"
     parser = _Parser(usage=usage, description=_title(config))
     _add_fields(parser, config, short=True)
-    given = parser.parse(words)
+    settings = parser.parse(words)
     if not run:
         raise ValueError(f"run: missing; it comes first: {program('eval')} runs/quick {name}")
-    return name, run, config(**_nested(given))
+    return name, run, config(**_nested(settings))
 
 
 def _title(config: Any) -> str:
@@ -195,9 +191,9 @@ def _title(config: Any) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that leaves values to the config, and raises ValueError for a mistake."""
 
-    def __init__(self, **how: Any) -> None:
+    def __init__(self, **texts: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **how)
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **texts)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(shorten(message.removeprefix("argument "), 200))
@@ -210,20 +206,20 @@ class _Parser(argparse.ArgumentParser):
             after = "".join(arguments[index + 1 : index + 2]).lower()
             is_value = after in TRUE + FALSE or (after[:1] not in ("", "-") and not has_others)
             words[index] += "=true" if word in switches and not is_value else ""
-        given, rest = self.parse_known_args(words)
+        values, rest = self.parse_known_args(words)
         if rest and rest[0].startswith("-"):
             key = rest[0].removeprefix("--").partition("=")[0]
             raise ValueError(unknown(key, [action.dest for action in self._actions]))
         if rest:
             word = shorten(rest[0]) or "''"
             raise ValueError(f"{word}: not expected here; settings are --KEY VALUE")
-        return vars(given)
+        return vars(values)
 
 
 def _add_fields(parser: Any, config: Any, prefix: str = "", short: bool = False) -> None:
     """Add a flag for each field, or an argument for a field without a default.
 
-    With `short`, what is in groups of settings is added as well.
+    The help is in groups, or short and without them.
     """
     about: dict[str, str] = {}
     for base in reversed(config.__mro__):
@@ -231,24 +227,25 @@ def _add_fields(parser: Any, config: Any, prefix: str = "", short: bool = False)
         about |= dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE))
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(field.type):
-            if short:
-                _add_fields(parser, field.type, f"{field.name}.", short)
+            title = f"{field.name}: {_title(field.type)}".strip(".")
+            group = parser if short else parser.add_argument_group(title)
+            _add_fields(group, field.type, f"{field.name}.", short)
             continue
         help_text = " ".join(about[field.name].split()).replace("%", "%%")
         is_list = field.type == ImageSize or typing.get_origin(field.type) is tuple
-        how: dict[str, Any] = {"nargs": "+"} if is_list else {}
+        options: dict[str, Any] = {"nargs": "+"} if is_list else {}
         if field.default is field.default_factory:  # neither is given
             singular = field.name.removesuffix("s").upper()
-            parser.add_argument(field.name, metavar=singular, help=help_text, **how)
+            parser.add_argument(field.name, metavar=singular, help=help_text, **options)
             continue
         value = "V" if short else "VALUE"
-        how["metavar"] = f"[{value}]" if field.type is bool else value
+        options["metavar"] = f"[{value}]" if field.type is bool else value
         notes = _choices(field.type)  # in short texts, the first is the default
         if not (short and (notes or field.type is bool)) and field.default not in (None, ()):
             notes.append("default: " + json.dumps(field.default).strip('"'))
         help_text += f" ({', '.join(notes)})" if notes else ""
-        how |= {"default": argparse.SUPPRESS, "help": help_text}
-        parser.add_argument(f"--{prefix}{field.name}", **how)
+        options |= {"default": argparse.SUPPRESS, "help": help_text}
+        parser.add_argument(f"--{prefix}{field.name}", **options)
 
 
 def _choices(kind: Any) -> list[str]:

@@ -1,7 +1,6 @@
 """The config of a run, composed of the settings of its parts; imported without torch.
 
-A value that is not allowed raises ValueError with one line, in Python as on the command line. What
-depends on the model is left to `vit.training.checks`.
+A value that is not allowed raises ValueError with one line. `vit.training.checks` checks the model.
 """
 
 import dataclasses

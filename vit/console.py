@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 
 def rank() -> int:
-    """Return this process's number among those started by torchrun, from 0; 0 without it."""
+    """Return this process's number among the processes of a run, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print lines above any progress bar and flush them; an unwritable log does not end the run.
 
-    A name in the text that may contain line breaks needs `printable`.
+    Names that may contain line breaks need `printable`.
     """
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"

@@ -2,8 +2,8 @@
 
 A crash of the process or the machine at any moment leaves either the old file or the new one. A
 folder may come from somebody else, and archives keep links: a file is written under a random name,
-where nobody can have put one, and then takes its place, even that of a link. A sealed file ends
-with the SHA-256 of its content, so that a single changed bit is detected.
+where nobody can have put one, and then replaces even a link. A sealed file ends with the SHA-256 of
+its content, so that a single changed bit is detected.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def inside(base: Path, *names: str) -> Path:
 
 
 def require_file(path: Path) -> Path:
-    """Return a path; OSError if a pipe or a device is there, which might never end."""
+    """Return a path; OSError if it is a folder, or a pipe or device, which might never end."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file; delete it")
     return path
@@ -65,14 +65,14 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # not the name that nobody knows
+            error.filename = str(path)  # not the random name
         raise
     sync_folder(path.parent)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, values: Any) -> None:
     """Write a JSON file."""
-    write_atomically(path, json.dumps(content, indent=1).encode())
+    write_atomically(path, json.dumps(values, indent=1).encode())
 
 
 def write_picture(path: Path, pixels: np.ndarray) -> None:
@@ -85,7 +85,7 @@ def write_table(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Write rows that have the same columns as a CSV file; return how many there are."""
     count = 0
     with open_atomically(path) as file:
-        # Names of files that are not UTF-8 are written as they are.
+        # File names that are not UTF-8 are written as they are.
         text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
         writer = csv.writer(text, lineterminator="\n")
         for count, row in enumerate(rows, start=1):
@@ -97,11 +97,8 @@ def write_table(path: Path, rows: Iterable[dict[str, Any]]) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, so that they survive a power failure.
-
-    Does nothing on Windows, which cannot open a folder as a file; NTFS journals names itself.
-    """
-    if os.name == "nt":
+    """Flush the names in a folder to disk, so that they survive a power failure."""
+    if os.name == "nt":  # which cannot open a folder as a file; NTFS journals names itself
         return
     number = os.open(folder, os.O_RDONLY)
     try:

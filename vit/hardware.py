@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from vit.console import counted
+
 CGROUP = Path("/sys/fs/cgroup")  # the limits of a container on Linux
 
 
@@ -31,10 +33,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Tell whether the hardware multiplies bfloat16 matrices faster than float32 ones.
-
-    MPS does not report it, so it counts as slower.
-    """
+    """Tell whether the hardware multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cpu":
         # The oldest supported releases of torch do not report it; they take float32.
         capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -42,7 +41,7 @@ def has_native_bfloat16(device: torch.device) -> bool:
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         return bool(module.is_bf16_supported(including_emulation=False))
-    return False
+    return False  # MPS does not report it
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
@@ -67,8 +66,7 @@ def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:
 def describe(device: torch.device) -> str:
     """Return a readable name of the device, such as "CPU with 2 threads"."""
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return f"CPU with {threads} thread{'s' if threads != 1 else ''}"
+        return f"CPU with {counted(torch.get_num_threads(), 'thread')}"
     if device.type == "mps":
         return "Apple GPU (MPS)"
     return str(torch.get_device_module(device).get_device_name(device))
@@ -97,13 +95,10 @@ def cores_to_use() -> int:
 
 
 def free_memory() -> int:
-    """Return the memory that is free for this process, in bytes; limits of containers count.
-
-    Where the system does not tell (macOS and Windows), 8 GB.
-    """
+    """Return the memory that is free for this process, in bytes; limits of containers count."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+    except OSError:  # macOS and Windows
         return 8 * 10**9
     free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     with contextlib.suppress(OSError, ValueError):  # there is no limit

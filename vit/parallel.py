@@ -1,8 +1,8 @@
 """One thread per core, each with a part of the work.
 
 torch divides every operation among the cores and waits for all of them before the next one. For
-small models the waiting costs more than the division saves, above all when another program keeps
-one of the cores busy. Threads that each classify their own images wait once, at the end.
+small models this costs more than it saves, above all when another program keeps a core busy.
+Threads that each classify their own images wait once, at the end.
 """
 
 from collections import deque

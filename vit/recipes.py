@@ -1,7 +1,4 @@
-"""Configs as YAML files: found by path or by the name of a recipe, and composed.
-
-What the text means is decided by the annotations of the configs, as for flags.
-"""
+"""Configs as YAML files: found by path or by the name of a recipe, and composed."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -21,11 +18,6 @@ _CODE = Path(__file__).resolve().parent
 RECIPES = _CODE / "configs" if (_CODE / "configs").is_dir() else _CODE.parent / "configs"
 
 
-def recipes() -> list[str]:
-    """List the names of the recipes."""
-    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
-
-
 def read_config(name: str) -> dict[str, Any]:
     """Read a file, or a recipe such as shapes, shapes.yaml or configs/shapes.yaml from any folder.
 
@@ -37,18 +29,19 @@ def read_config(name: str) -> dict[str, Any]:
     if not path.is_file() and path.parent in (Path(), Path("configs")):
         path = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
     try:
-        content = path.read_bytes()
+        text = path.read_bytes()
     except FileNotFoundError:
-        hint = suggest(Path(name).stem, recipes()) or f"; the recipes are {', '.join(recipes())}"
+        recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+        hint = suggest(Path(name).stem, recipes) or f"; the recipes are {', '.join(recipes)}"
         raise ValueError(f"config not found: {shorten(name)}{hint}") from None
-    values = read_yaml(content, f"config: {shorten(name)}")
+    values = read_yaml(text, f"config: {shorten(name)}")
     if not isinstance(values, dict):
         raise ValueError(f"config: {shorten(name)}: a config consists of lines `key: value`")
     return values
 
 
 def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config, Plans]:
-    """Make the config of a run, and others for its time budget, and check them.
+    """Make the config of a run, and plans for its time budget, and check them.
 
     Flags win over files, and later files over earlier ones; without a file, "quick" is read.
 
@@ -62,7 +55,7 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
         del files[0]["out"]  # named after the data set below
     budget, ignored = None, False
     for part in [*files, flags]:
-        train = merge([part]).get("train", {})
+        train = _merge([part]).get("train", {})
         if "budget_minutes" in train:
             budget, ignored = train["budget_minutes"], False
         if "epochs" in train and (part is flags or "budget_minutes" not in train):
@@ -74,7 +67,7 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
             f"train.epochs: with train.budget_minutes {minutes:g}, a benchmark sets the length; "
             "to choose the epochs, add --train.budget_minutes null"
         )
-    parts = [*(at_epochs(file, -1) for file in files), flags]
+    parts = [*(_at_epochs(file, -1) for file in files), flags]
     config = _with_data_set(parts)
     if config.data.name != "cifar10" and not any("out" in part for part in parts):
         place = Path(config.data.root)
@@ -83,18 +76,15 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
         config = dataclasses.replace(config, out=f"runs/{own or config.data.name}")
     plans = {}
     for epochs in sorted({float(start) for file in files for start in file.get("budgets", {})}):
-        values = merge([*(at_epochs(file, epochs) for file in files), flags])
+        values = _merge([*(_at_epochs(file, epochs) for file in files), flags])
         plans[epochs] = Config(**{**values, "data": config.data, "out": config.out})
     # Pretrained weights determine their model.
     return config, {} if minutes is None or config.model.pretrained else plans
 
 
 def _with_data_set(parts: list[dict[str, Any]]) -> Config:
-    """Merge the parts of a config, the flags last, and recognize a root that no name follows.
-
-    A name is meant for a root if the same file or a flag says it.
-    """
-    values = merge(parts)
+    """Merge the parts of a config, the flags last, and recognize a root that no name follows."""
+    values = _merge(parts)
     data = values.get("data", {})
     root, name = (
         max((at for at, part in enumerate(parts) if key in part.get("data", {})), default=-1)
@@ -104,31 +94,23 @@ def _with_data_set(parts: list[dict[str, Any]]) -> Config:
         recognized = recognize(Path(data["root"]).expanduser())
         data = {**data, "name": recognized or data.get("name", DataConfig.name)}
     config = Config(**{**values, "data": data})
+    # A name is meant for a root if the same file or a flag says it.
     if root not in (-1, name) and name != len(parts) - 1:
         check_stored(config.data, name >= 0 or config.data.root == DataConfig.root)
     return config
 
 
-def at_epochs(values: dict[str, Any], epochs: float) -> dict[str, Any]:
-    """Return the settings of a file for a time budget that buys some epochs, without `budgets`.
-
-    What changes is under `budgets`, by the epochs from which it holds: {0: {model: {depth: 3}}}.
-
-    Raises:
-        ValueError: `budgets` is not of this form.
-    """
+def _at_epochs(values: dict[str, Any], epochs: float) -> dict[str, Any]:
+    """Return the settings of a file for a time budget that buys a number of epochs."""
+    # By the epochs from which they hold: {0: {model: {depth: 3}}}.
     budgets = parse(Budgets, values.get("budgets", {}), "budgets")
     reached = [start for start in budgets if start <= epochs]
     settings = {key: value for key, value in values.items() if key != "budgets"}
-    return merge([settings, budgets[max(reached)] if reached else {}])
+    return _merge([settings, budgets[max(reached)] if reached else {}])
 
 
-def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge nested dictionaries, of which the later ones win, field by field.
-
-    Raises:
-        ValueError: Something else is given for a group of keys.
-    """
+def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Merge nested dictionaries, of which the later ones win, field by field."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():

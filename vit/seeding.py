@@ -10,14 +10,9 @@ import torch
 
 
 def fold_in(seed: int, *keys: int | str) -> int:
-    """Mix a seed with counters and names into a new, statistically independent seed.
+    """Mix a seed with keys such as `("augment", step)` into a new, statistically independent seed.
 
-    Args:
-        seed: Non-negative.
-        keys: Purpose of the random numbers, e.g. `("augment", step)`; integers are non-negative.
-
-    Returns:
-        A 32-bit seed; torch's CPU generator ignores higher bits.
+    The result has 32 bits; torch's CPU generator ignores higher ones.
     """
     digest = hashlib.blake2b(repr((seed, *keys)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

@@ -33,10 +33,8 @@ CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowe
 NULL = ("", "~", "null")  # in YAML, unless quoted
 LATER = "unknown, so a later version of this project has written it; update this one"
 # What pydantic's kinds of error mean in a file.
-IN_FILES = {
-    "json_invalid": "it is not JSON", "missing": "missing", "unexpected_keyword_argument": LATER,
-    "extra_forbidden": LATER,
-}  # fmt: skip
+IN_FILES = {"json_invalid": "it is not JSON", "missing": "missing"}
+IN_FILES |= dict.fromkeys(("unexpected_keyword_argument", "extra_forbidden"), LATER)
 LARGE = 1_000_000  # more than any run needs, and small enough that no product of two overflows
 
 
@@ -95,9 +93,8 @@ ImageSize = Annotated[tuple[Pixels, Pixels] | None, BeforeValidator(_rows_and_co
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict | list):  # which may be of any size
-        return "a group of keys" if isinstance(value, dict) else "a list"
-    return "null" if value is None else shorten(value) or "''"
+    names = {dict: "a group of keys", list: "a list", type(None): "null"}
+    return names.get(type(value)) or shorten(value) or "''"
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -112,22 +109,22 @@ def check(config: Any, name: str, condition: bool, allowed: str) -> None:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean NAME?" for the known name that a word is most like; "" if for none."""
+    """Return "; did you mean NAME?" for the known name that is most like a word, if any."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def keys(config: Any, prefix: str = "") -> list[str]:
     """List the keys of a config, as `train.seed`."""
-    found = []
+    names = []
     for field in dataclasses.fields(config):
         is_group = dataclasses.is_dataclass(field.type)
-        found += keys(field.type, f"{field.name}.") if is_group else [field.name]
-    return [prefix + key for key in found]
+        names += keys(field.type, f"{field.name}.") if is_group else [field.name]
+    return [prefix + name for name in names]
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
-    """Say that there is no such key, and which of the known ones may have been meant."""
+    """Say that there is no such key, and suggest a known one."""
     last = {name: name.rpartition(".")[2] for name in known}
     near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, n=1)
     names = [name for name in last if last[name] in near]
@@ -148,25 +145,19 @@ def _one_line(error: ValidationError, config: Any) -> str:
 
 
 def _first(error: ValidationError, group: str = "") -> tuple[str, str, str]:
-    """Return the key of the first of pydantic's errors, its kind, and what is wrong.
-
-    A rule between settings names its key itself.
-    """
+    """Return the key of the first of pydantic's errors, its kind, and what is wrong."""
     first = error.errors(include_url=False)[0]
     path = ".".join([group, *map(str, first["loc"])]).lstrip(".")
-    if first["type"] == "value_error":
+    if first["type"] == "value_error":  # of a rule between settings, which names its key itself
         return path, first["type"], str(first["ctx"]["error"])
     allowed = first["msg"].replace("Input should", "it must").partition(", unable")[0]
     return path, first["type"], f"{_shown(first['input'])} is not allowed; {allowed}"
 
 
 def parse(kind: Any, content: Any, source: object) -> Any:
-    """Make an object of what a file of anybody contains.
+    """Make an object of a kind, such as a class, of what a file of anybody contains.
 
-    Args:
-        kind: Its class, or another annotation.
-        content: JSON as bytes or text, or values read from another format.
-        source: The file, for messages.
+    The content is JSON as bytes or text, or values read from another format.
 
     Raises:
         ValueError: It is not JSON, or a field is missing, unknown or not allowed.
@@ -225,19 +216,19 @@ def group(name: str, *, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
     """Make a frozen dataclass whose values are checked; name is its key, or "" for a config."""
 
     def decorate(cls: type[T]) -> type[T]:
-        made: Any = dataclass(cls, frozen=True, kw_only=kw_only, config=CHECKED)
-        made.group = name
-        init = made.__init__
+        checked: Any = dataclass(cls, frozen=True, kw_only=kw_only, config=CHECKED)
+        checked.group = name
+        init = checked.__init__
 
         @functools.wraps(init)
         def __init__(self: T, *values: Any, **named: Any) -> None:
             try:
                 init(self, *values, **named)
             except ValidationError as error:
-                raise ValueError(_one_line(error, made)) from None
+                raise ValueError(_one_line(error, checked)) from None
 
-        made.__init__ = __init__
-        return made
+        checked.__init__ = __init__
+        return checked
 
     return decorate
 

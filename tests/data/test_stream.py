@@ -33,8 +33,7 @@ from vit.data.stream import ImageFiles
 from vit.distributed.stop import Stopped, stop_on_signals
 from vit.hardware import usable_cores
 from vit.run.checkpoint import checkpoint_steps
-from vit.run.folder import prepare_run
-from vit.run.resume import check_run
+from vit.run.folder import check_run, prepare_run
 
 CLASSES = ("cat", "dog", "owl")
 

@@ -38,7 +38,7 @@ def frozen(out: Path, **changes):
 def train_steps(step, number: int) -> list[Tensor]:
     training, _ = load_training(small(Path("unused")).data, 0)
     batches = epoch_batches(len(training), (5, 64), 0, 0)[:number]
-    return [step(*batch) for batch in step.inputs(training).batches(batches)]
+    return [step(*batch) for batch in step.batches(training, batches)]
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])

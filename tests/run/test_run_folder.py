@@ -12,8 +12,7 @@ import yaml
 
 from vit.config import Config, to_dict
 from vit.run.checkpoint import Checkpoint, save_checkpoint
-from vit.run.folder import LOCK_FILE, lock_run, prepare_run
-from vit.run.resume import check_run
+from vit.run.folder import LOCK_FILE, check_run, lock_run, prepare_run
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}

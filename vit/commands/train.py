@@ -28,8 +28,7 @@ from vit.pretrained.resolve import resolve_pretrained
 from vit.reporting.attention_logging import attention_logging
 from vit.reporting.report import write_report
 from vit.run.checkpoint import save_state
-from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, write_split
-from vit.run.resume import as_stored
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, as_stored, prepare_run, write_split
 from vit.run.tracker import Tracker
 from vit.settings import flatten
 from vit.training.build import build_within

@@ -34,7 +34,7 @@ def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrai
     stored = stored_config(run) if checkpoint_paths(run) and not overwrite else None
     if stored is not None and stored.model.pretrained == name:
         before, model = stored.model, config.model
-        if model.name in ("vit", before.name):  # else `vit.run.resume` refuses the config
+        if model.name in ("vit", before.name):  # else `check_run` refuses the config
             model = adopt(model, settings_of_config(before), name)
         return dataclasses.replace(config, model=model), None
     place = Path(name.removeprefix(TIMM).removeprefix(LOCAL))

@@ -2,8 +2,7 @@
 
 A checkpoint is written completely or not at all and contains the SHA-256 of its contents, so a
 single changed bit is noticed. Only tensors and plain values are read back: nothing in a file is
-ever executed. The checkpoint of a sharded run is a folder, see `vit.run.sharded`; all others
-are files.
+ever executed. The checkpoint of a sharded run is a folder, see `vit.run.sharded`.
 """
 
 import contextlib
@@ -56,6 +55,9 @@ def _as_pairs(value: Any) -> Tensor:
     raise ValueError("these are not pairs of numbers")
 
 
+Pairs = Annotated[Tensor, BeforeValidator(_as_pairs)]  # losses and accuracies, (N, 2)
+
+
 @group("", kw_only=False)
 class Checkpoint:
     """The contents of a checkpoint: the state of a run, and what resuming it needs.
@@ -70,10 +72,7 @@ class Checkpoint:
     model: dict[str, Tensor]  # the weights
     ema: dict[str, Tensor] | None = None  # their moving average
     optimizers: list[dict[str, Any]] = field(default_factory=list)  # the state of each
-    # Loss and accuracy of each step of this epoch, (N, 2).
-    points: Annotated[Tensor, BeforeValidator(_as_pairs)] = field(
-        default_factory=lambda: torch.empty(0, 2)
-    )
+    points: Pairs = field(default_factory=lambda: torch.empty(0, 2))  # of each step of this epoch
     seconds: Annotated[float, Field(ge=0)] = 0.0  # of training so far
     total_steps: Steps | None = None  # of the whole run
     skipped: Steps = 0  # steps whose loss or gradient was not finite
@@ -82,16 +81,14 @@ class Checkpoint:
     fingerprint: Text = ""  # of the user's files, see `vit.data.images.user_files`
     environment: Environment = field(default_factory=Environment)
     preprocess: Preprocess | None = None
-    # Where the tensors of a sharded run are; then model, ema and optimizers are empty unless they
-    # were asked for. None for a checkpoint that is one file.
-    folder: Path | None = None
+    folder: Path | None = None  # with the tensors of a sharded run; the fields may lack them
 
 
 def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> None:
     """Save the state of a run, a `vit.training.state.TrainState`; called by all processes.
 
-    If each process has the whole state, the first one writes a file. If the state is sharded, each
-    process writes its part into a folder. `about` has the other fields of `Checkpoint`.
+    The first process writes a file, or all processes their parts of a sharded state into a folder.
+    `about` has the other fields of `Checkpoint`.
 
     Raises:
         OSError: The checkpoint could not be written; the older ones are kept.
@@ -100,10 +97,11 @@ def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> No
         if world.main:
             save_checkpoint(run, Checkpoint(**state.state_dict(), **about))
         return
-    target = checkpoint_path(run, state.step)
-    write_folder(target, state.tensors(), {**about, **state.counts()}, world.main)
+    target, counts = checkpoint_path(run, state.step), state.counts()
+    plain = {**about, **counts, "points": counts["points"].tolist()}
+    write_folder(target, state.tensors(), plain, world.main)
     if world.main:
-        delete_others(run, target)
+        _delete_others(run, target)
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
@@ -118,14 +116,14 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
     plain = {"config": to_dict(checkpoint.config), "preprocess": preprocess}
     torch.save({**vars(checkpoint), **plain}, buffer)
     write_atomically(path, seal(buffer.getvalue()))
-    delete_others(run, path)
+    _delete_others(run, path)
 
 
-def delete_others(run: Path, path: Path) -> None:
+def _delete_others(run: Path, path: Path) -> None:
     """Delete all of a run's checkpoints but the newest, `path`, and the one before it."""
-    saved = checkpoint_paths(run)
-    end = saved.index(path) + 1
-    for old in (*saved[: max(0, end - KEEP)], *saved[end:], *path.parent.glob(".*.tmp")):
+    paths = checkpoint_paths(run)
+    end = paths.index(path) + 1
+    for old in (*paths[: max(0, end - KEEP)], *paths[end:], *path.parent.glob(".*.tmp")):
         delete(old)
 
 
@@ -142,8 +140,8 @@ def checkpoint_steps(run: Path) -> list[int]:
 def checkpoint_paths(run: Path) -> list[Path]:
     """List a run's checkpoints, files and folders, oldest first."""
     folder = run / CHECKPOINT_FOLDER
-    found = [*folder.glob("step_*.pt"), *folder.glob(FOLDER_PATTERN)]
-    return sorted(found, key=lambda path: path.stem)
+    paths = [*folder.glob("step_*.pt"), *folder.glob(FOLDER_PATTERN)]
+    return sorted(paths, key=lambda path: path.stem)
 
 
 def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
@@ -155,46 +153,38 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
         ValueError: The file is not a checkpoint of this project, or is damaged.
     """
     if path.is_dir():
-        state = read_state(path)
-        names = ("model", "ema") if tensors else ()
-        parts = {"model": {}, **{name: read_whole(path, f"{name}.") for name in names}}
-        return _checkpoint({**state, **parts}, path, path)
+        state = {**read_state(path), "model": {}, "folder": path}
+        for name in ("model", "ema") if tensors else ():
+            state[name] = read_whole(path, f"{name}.")
+    else:
+        state = {**_read_file(path), "folder": None}
+    state = {name: value for name, value in state.items() if name not in RETIRED}
+    checkpoint: Checkpoint = parse(Checkpoint, state, path)
+    return checkpoint
+
+
+def _read_file(path: Path) -> dict[Any, Any]:
+    """Read a checkpoint that is a file: a dictionary of tensors and plain values."""
     try:
         data = require_file(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    content = unseal(data)
-    state = _unpickle(data if content is None else content)
+    content, state = unseal(data), None
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # foreign files raise all kinds
+        warnings.simplefilter("ignore")  # torch warns about foreign pickles
+        file = io.BytesIO(data if content is None else content)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint, or is damaged")
     if not {"step", "config", "classes", "model"} <= state.keys():
         raise ValueError(f"{path} is not a checkpoint of this project{FOREIGN}")
     if content is None:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
-    return _checkpoint(state, path)
-
-
-def _checkpoint(state: dict[Any, Any], path: Path, folder: Path | None = None) -> Checkpoint:
-    """Make a checkpoint of the contents of a file or folder, also of an earlier version."""
-    kept = {name: value for name, value in state.items() if name not in RETIRED}
-    checkpoint: Checkpoint = parse(Checkpoint, {**kept, "folder": folder}, path)
-    return checkpoint
-
-
-def _unpickle(data: bytes) -> Any:
-    """Read tensors and plain values; return None if data contains anything else."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about foreign pickles
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception:  # foreign and damaged files raise all kinds of errors
-            return None
+    return state
 
 
 def latest_checkpoint(run: Path) -> Checkpoint | None:
-    """Read the newest readable checkpoint of a run; return None if the run has no checkpoints.
-
-    The tensors of a checkpoint that is a folder are left out.
+    """Read the newest readable checkpoint of a run, without the tensors of a folder, if any.
 
     Raises:
         ValueError: There are checkpoints, but none can be read.

@@ -1,4 +1,4 @@
-"""The run folder: its layout, its lock and its config."""
+"""The run folder: its layout, its lock, its config, and the decision to resume it."""
 
 import contextlib
 import dataclasses
@@ -10,11 +10,18 @@ import yaml
 from filelock import FileLock, Timeout
 
 from vit.config import Config, StoredConfig, to_dict
+from vit.console import argument, program
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.explain.kinds import ALL_KINDS
 from vit.files import inside, require_file, write_atomically, write_table
-from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN
+from vit.run.checkpoint import (
+    CHECKPOINT_FOLDER,
+    FOLDER_PATTERN,
+    Checkpoint,
+    checkpoint_paths,
+    latest_checkpoint,
+)
 from vit.run.sharded import delete
 from vit.settings import changed_keys, parse, read_yaml
 
@@ -28,13 +35,8 @@ REPORT_FILE = "report.json"
 PREDICTIONS_FILE = "predictions.csv"  # for the test images
 REPORT_FILES = (  # written next to the report
     PREDICTIONS_FILE,
-    "confusion_matrix.png",
-    "reliability.png",
-    "mistakes.png",
-    "unfamiliar.png",
-    "corruptions.png",
-    "corrupted_images.png",
-    "events.out.tfevents.*",
+    *("confusion_matrix.png", "reliability.png", "mistakes.png", "unfamiliar.png"),
+    *("corruptions.png", "corrupted_images.png", "events.out.tfevents.*"),
     "probes/probe_*.png",  # of earlier versions
 )
 CORRUPTIONS_FILE = "corruptions.npz"  # results that the next report can use again
@@ -45,11 +47,8 @@ INDEX_FILE = "index.json"
 TABLE_FILE = "faithfulness.json"
 FEATURES_FILE = "features.png"
 ATTENTION_FILES = (  # the index comes last: it says that the folder may be emptied
-    TABLE_FILE,
-    FEATURES_FILE,
-    f"image_{'[0-9]' * 5}.png",
+    *(TABLE_FILE, FEATURES_FILE, f"image_{'[0-9]' * 5}.png", "events.out.tfevents.*"),
     *(f"{kind}.npy" for kind in ALL_KINDS),
-    "events.out.tfevents.*",
     INDEX_FILE,
 )
 PHOTOS_FOLDER = "photos"
@@ -68,22 +67,21 @@ _RESULTS = (
 # The files that a run and its evaluations write, and so those that --overwrite deletes. The config
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
-    METRICS_FILE,
-    SPLIT_FILE,
-    MODEL_FILE,
-    "events.out.tfevents.*",
+    *(METRICS_FILE, SPLIT_FILE, MODEL_FILE, "events.out.tfevents.*"),
     *(f"{CHECKPOINT_FOLDER}/{pattern}" for pattern in ("step_*.pt", FOLDER_PATTERN, ".*.tmp")),
     *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",
     *(f"{EXPORT_FOLDER}/timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
-    *(
-        f"{EXPORT_FOLDER}/{name}"
-        for name in (PREPROCESS_FILE, "model.onnx", "model.pt2", "live.html")
-    ),
+    *(f"{EXPORT_FOLDER}/{name}" for name in (PREPROCESS_FILE, *EXPORTS.values()) if "." in name),
     *(f"{folder}.*.tmp" for folder in ("", "eval/", "eval/*/", "eval/*/*/", "export/")),
     CONFIG_FILE,
+)
+# Settings that must not change when a run is resumed.
+FIXED = (
+    *("data.", "model.", "optim.name:", "optim.layer_decay:", "train.batch_size:"),
+    *("train.budget_minutes:", "train.freeze:", "train.seed:"),
 )
 
 
@@ -91,8 +89,8 @@ _WRITTEN = (
 def lock_run(run: Path) -> Iterator[None]:
     """Lock a run folder against other processes, creating it if it does not exist.
 
-    The operating system holds the lock, so a process that dies leaves no lock behind. A folder that
-    was created for the lock and is still empty at the end is removed.
+    A process that dies leaves no lock behind. A folder that was created for the lock and is still
+    empty at the end is removed.
 
     Raises:
         ValueError: Another process holds the lock, or `run` is a file.
@@ -129,10 +127,7 @@ def lock_run(run: Path) -> Iterator[None]:
 
 
 def stored_config(run: Path) -> Config | None:
-    """Read the config of a run, with the defaults of keys that an earlier version did not have.
-
-    Returns:
-        The config; None if the folder has none of this project.
+    """Read the config of a run of this or an earlier version; None if the folder is not a run.
 
     Raises:
         ValueError: A key is not known or a value is not allowed.
@@ -142,7 +137,7 @@ def stored_config(run: Path) -> Config | None:
 
 
 def read_config(run: Path) -> dict[str, Any] | None:
-    """Read the config of a run of any version as text; None if the folder has none."""
+    """Read the config of a run of any version as text; None if the folder is not a run."""
     try:
         values = read_yaml(require_file(run / CONFIG_FILE).read_bytes(), CONFIG_FILE)
     except (OSError, ValueError):
@@ -153,28 +148,25 @@ def read_config(run: Path) -> dict[str, Any] | None:
 
 
 def lasting(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop what may always differ when a run is resumed: folders, and how files are read.
-
-    The number of processes is part of the environment, with which torchrun's are compared too.
-    """
+    """Drop what may differ when a run is resumed: folders, how files are read, and processes."""
     free = ("root", "download", "memory_gb", "workers")
     data = {key: value for key, value in values["data"].items() if key not in free}
+    # The number of processes is compared as a part of the environment, which has torchrun's too.
     train = {key: value for key, value in values["train"].items() if key != "processes"}
     return {**values, "data": data, "train": train, "out": None}
 
 
 def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
-    """Create the run folder and write the config; unless resuming, delete an earlier run first.
+    """Create the run folder and write the config; unless resuming at `step`, delete an earlier run.
 
-    Only files that this project writes are deleted. When resuming, the folder contains an earlier
-    part of the run, of `step` steps.
+    Only files that this project writes are deleted.
     """
     run = Path(config.out)
     run.mkdir(parents=True, exist_ok=True)
     if not resume:
         for path in written_files(run):
             delete(path)
-    write_config(config, step, run)
+    _write_config(config, step, run)
     return run
 
 
@@ -182,26 +174,22 @@ def written_files(run: Path) -> list[Path]:
     """List what an earlier run and its evaluations have written, in the order of deletion.
 
     Raises:
-        ValueError: One of the folders is a link, see `inside`; they are not for writing either.
+        ValueError: A folder of theirs is a link, see `inside`.
     """
-    written = [path for pattern in _WRITTEN for path in run.glob(pattern)]
-    folders = {path.relative_to(run).parent for path in written}
+    paths = [path for pattern in _WRITTEN for path in run.glob(pattern)]
+    folders = {path.relative_to(run).parent for path in paths}
     for folder in {*folders, Path(CHECKPOINT_FOLDER), Path(EVAL_FOLDER)}:
         inside(run, *folder.parts)
-    return written
+    return paths
 
 
-def write_config(config: Config, step: int, run: Path) -> None:
-    """Write a config, with comments about what the steps before `step` were trained with."""
-    values, path = to_dict(config), run / CONFIG_FILE
-    stored = stored_config(run)
-    comments = []
+def _write_config(config: Config, step: int, run: Path) -> None:
+    """Write a config, with comments about the changes of a run that is resumed."""
+    values, stored, path, comments = to_dict(config), stored_config(run), run / CONFIG_FILE, []
     if stored is not None:
-        comments = [
-            line for line in path.read_text(errors="replace").splitlines() if line.startswith("#")
-        ]
-        changes = changed_keys(lasting(to_dict(stored)), lasting(values))
-        if changes:
+        lines = path.read_text(errors="replace").splitlines()
+        comments = [line for line in lines if line.startswith("#")]
+        if changes := changed_keys(lasting(to_dict(stored)), lasting(values)):
             comments.append(f"# changed after step {step}: {'; '.join(changes)}")
     text = "\n".join([*comments, yaml.safe_dump(values, sort_keys=False)])
     write_atomically(path, text.encode())
@@ -219,3 +207,68 @@ def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:
         )
     )
     write_table(Path(config.out) / SPLIT_FILE, rows)
+
+
+def as_stored(*configs: Config) -> Config:
+    """Return the config with the fewest changes from an unfinished run, or else the first."""
+    run = Path(configs[0].out)
+    stored = to_dict((checkpoint_paths(run) and stored_config(run)) or configs[0])
+    return min(configs, key=lambda config: len(changed_keys(stored, to_dict(config))))
+
+
+def check_run(
+    config: Config, overwrite: bool, environment: dict[str, Any], allow_changes: bool = False
+) -> Checkpoint | None:
+    """Decide whether to start or to resume a run, without changing the folder.
+
+    The environment is what results depend on besides the config. Changes of either are allowed on
+    request, except for the settings in `FIXED`.
+
+    Returns:
+        The checkpoint to resume from, or None to start a new run.
+
+    Raises:
+        ValueError: The folder contains a finished run, an unfinished run that cannot be resumed
+            with this config, or other files.
+    """
+    run = Path(config.out)
+    leftovers = (".*.tmp", LOCK_FILE)  # of an interrupted start
+    if not run.exists() or all(any(map(path.match, leftovers)) for path in run.iterdir()):
+        return None
+    if read_config(run) is None:
+        raise ValueError(
+            f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
+            "use another --out"
+        )
+    written_files(run)  # raises if a link leads out of the run
+    if overwrite:
+        return None
+    if (run / MODEL_FILE).exists():
+        raise ValueError(
+            f"out: {run} contains a finished run; evaluate it with "
+            f"`{program('eval')} {argument(run)}`, train its weights further with "
+            f"--model.pretrained {argument(run)} and another --out, or delete it and start over "
+            "with --overwrite"
+        )
+    newest, stored = latest_checkpoint(run), stored_config(run)
+    if newest is None or stored is None:  # it was stopped before the first checkpoint
+        return None
+    # Checkpoints of earlier versions do not identify the code of the attention, or the threads.
+    unknown = {key: environment.get(key) for key in ("attention_code", "threads")}
+    began = {**unknown, **newest.environment}
+    before = {**lasting(to_dict(stored)), **{key: began.get(key) for key in environment}}
+    values = to_dict(config)
+    if config.train.compile == "auto":  # the run goes on as it began
+        values["train"]["compile"] = stored.train.compile
+    changes = changed_keys(before, {**lasting(values), **environment})
+    fixed = any(change.startswith(FIXED) for change in changes)
+    if changes and (fixed or not allow_changes):
+        kind, allowed = "another config", " or with the new ones by --resume.allow_changes,"
+        if fixed:
+            kind, allowed = "other data or another model, seed, optimizer, batch size or budget", ""
+        raise ValueError(
+            f"out: {run} contains an unfinished run with {kind} ({'; '.join(changes)}); "
+            f"resume it with its own values,{allowed} train in another folder with --out, or start "
+            "over with --overwrite"
+        )
+    return newest

@@ -2,8 +2,7 @@
 
 torch's Distributed Checkpoint (DCP) writes the tensors as safetensors, which contain no code, and
 reads them back into any number of processes. STATE_FILE contains everything else. SUMS_FILE lists
-the SHA-256 of all other files, for `sha256sum -c`. It is written last; then the folder is
-renamed.
+the SHA-256 of all other files, for `sha256sum -c`; it is written last.
 """
 
 import contextlib
@@ -31,8 +30,7 @@ def write_folder(
 ) -> None:
     """Write a checkpoint; called by all processes, each of which writes its part of the tensors.
 
-    The first process, `main`, writes those that are not sharded, and `state`, everything that is
-    not a tensor, as JSON.
+    The first process, `main`, writes what is not sharded, and the other values, `state`, as JSON.
 
     Raises:
         OSError: A process could not write its part.
@@ -87,37 +85,35 @@ def read_state(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         lines = require_file(folder / SUMS_FILE).read_text().splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    found = {path.name for path in folder.iterdir()} - {SUMS_FILE}
-    for name in sorted(found | sums.keys() | {STATE_FILE}):
+    names = {path.name for path in folder.iterdir()} - {SUMS_FILE}
+    for name in sorted(names | sums.keys() | {STATE_FILE}):
         path = folder / name
         if name not in sums or not path.is_file() or _sha256(path) != sums[name]:
             raise ValueError(f"{folder} is damaged: {name} does not match {SUMS_FILE}")
-    file = folder / STATE_FILE
-    state: dict[str, Any] = parse(dict[str, Any], file.read_bytes(), file)
-    return state
+    return parse(dict[str, Any], (folder / STATE_FILE).read_bytes(), folder / STATE_FILE)
 
 
 def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
     """Read tensors by name in place, whole or sharded; called by all processes that share them.
 
     Raises:
-        ValueError: The checkpoint lacks one of them, or it has another shape.
+        ValueError: The checkpoint lacks a tensor, or has one of another shape.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader, alone = HuggingFaceStorageReader(str(folder)), not dist.is_initialized()
+    reader = HuggingFaceStorageReader(str(folder))
     try:
         with warnings.catch_warnings():  # torch warns that there is a single process
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(into, storage_reader=reader, no_dist=alone)
+            load(into, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise ValueError(f"{folder} does not fit the run: {_first_failure(error)}") from None
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Read the tensors whose names begin with a prefix into memory; returns them without it."""
+    """Read the tensors whose names begin with a prefix; return them without it."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     try:

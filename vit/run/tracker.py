@@ -42,8 +42,7 @@ def picture_tag(tag: str) -> str:
 def milestones(total_steps: int, count: int) -> list[int]:
     """Return the steps at which attention is logged: the last, 0, and steps in between.
 
-    They are denser at the start, where attention changes fastest. A run of fewer steps than `count`
-    has fewer.
+    They are at most `count`, and denser at the start, where attention changes fastest.
     """
     if count == 1:
         return [total_steps]
@@ -58,9 +57,8 @@ def event_writer(folder: Path, **how: Any) -> SummaryWriter:
 class Tracker:
     """Logs scalars, pictures, text and other summaries of one run.
 
-    A full disk does not end the run: metrics.jsonl catches up once there is space again,
-    TensorBoard misses the points in between. What an earlier process logged after the step to
-    resume from is dropped.
+    A full disk does not end the run: metrics.jsonl catches up later, TensorBoard misses points.
+    What an earlier process logged after the step to resume from is dropped.
     """
 
     def __init__(self, run: Path, step: int = 0) -> None:
@@ -71,8 +69,7 @@ class Tracker:
         self._metrics = path.open("ab", buffering=0)
         self._pending = b""  # lines not yet in the file
         self._run = run
-        # A new run says where it starts, too: TensorBoard takes the first start that it reads for
-        # the beginning of the run, and drops later points only at the second.
+        # A new run purges, too: TensorBoard drops later points only at the second purge it reads.
         self._writer: SummaryWriter | None = event_writer(run, purge_step=step + 1 if step else 0)
 
     def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
@@ -98,16 +95,14 @@ class Tracker:
             # SummaryWriter.add_image compresses by a seventh more, but takes twice as long.
             Image.fromarray(value).save(file, "png", compress_level=1)
             height, width, channels = value.shape
-            image = Summary.Image(
-                height=height, width=width, colorspace=channels,
-                encoded_image_string=file.getvalue(),
-            )  # fmt: skip
+            image = Summary.Image(height=height, width=width, colorspace=channels)
+            image.encoded_image_string = file.getvalue()
             summary = Summary(value=[Summary.Value(tag=picture_tag(tag), image=image)])
         self._show(lambda writer: writer._get_file_writer().add_summary(summary, step))
 
-    def text(self, tag: str, words: str) -> None:
+    def text(self, tag: str, text: str) -> None:
         """Log a text in Markdown."""
-        self._show(lambda writer: writer.add_text(tag, words, 0))
+        self._show(lambda writer: writer.add_text(tag, text, 0))
 
     def hyperparameters(self, values: dict[str, Any]) -> None:
         """Add the finished run to TensorBoard's HParams table, with all scalars as metrics."""
@@ -115,16 +110,11 @@ class Tracker:
             key: value if isinstance(value, int | float | str) else str(value)
             for key, value in values.items()
         }
-        # SummaryWriter.add_hparams would open a second run with the time as its name. The summary
-        # of the experiment is left out: without it, TensorBoard compares the runs and opens with
-        # the columns in which they differ.
+        # SummaryWriter.add_hparams would open a second run with the time as its name. Without the
+        # summary of the experiment, TensorBoard opens with the columns in which the runs differ.
         _, start, end = hparams(plain, {})
-
-        def write(writer: SummaryWriter) -> None:
-            for summary in (start, end):
-                writer._get_file_writer().add_summary(summary)
-
-        self._show(write)
+        for summary in (start, end):
+            self.show(0, "hparams", summary)
 
     def flush(self) -> None:
         """Write everything to disk; called before a checkpoint, which must not precede the logs.

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import time
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,12 +54,11 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
     """Build the training step with its schedule, and its state: new, pretrained or resumed.
 
     Raises:
-        ValueError: The checkpoint is beyond the last step, does not fit, or torch lacks what it
-            needs to compile.
+        ValueError: The checkpoint is beyond the last step or does not fit, or there is no compiler.
     """
     state, begin = start_state(run, training, source), time.perf_counter() - run.seconds
-    step = assemble_step(run, training, state)
-    step, total_steps = choose_length(run, step, training, begin)
+    step = _assemble_step(run, training, state)
+    step, total_steps = _choose_length(run, step, training, begin)
     state.total_steps = total_steps
     state.seconds += run.world.agree(time.perf_counter() - begin)
     if state.step > total_steps:
@@ -68,23 +66,23 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
             f"train.epochs: {run.config.train.epochs} are {total_steps:,} steps, but the run in "
             f"{run.config.out} has already made {state.step:,}; use more epochs"
         )
-    shorten_averages(state.model, total_steps)
+    _shorten_averages(state.model, total_steps)
     schedule = dataclasses.replace(step.schedule, total_steps=total_steps)
     return dataclasses.replace(step, schedule=schedule)
 
 
-def assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingStep:
+def _assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingStep:
     """Decide what a step computes: schedule, teacher, class weights, features of a frozen model."""
     config = run.config
-    schedule = build_schedule(run, len(training), size_unit(state.model))
+    schedule = _build_schedule(run, len(training), size_unit(state.model))
     teacher = load_teacher(run, training, schedule)
     model: Any = state.model  # ours or timm's
     forward, features = state.model, None
     resizes = schedule.small_fraction > 0 and schedule.small_size != schedule.full_size
     varies = config.augment.changes_images or resizes or teacher is not None
     if state.frozen and not varies and isinstance(model.get_classifier(), nn.Linear):
-        how = run.preprocess, training.classes, run.device, run.precision
-        features = Classifier(model.eval(), *how).features(training)
+        settings = run.preprocess, training.classes, run.device, run.precision
+        features = Classifier(model.eval(), *settings).features(training)
         forward = model.get_classifier()
     balanced = config.data.balance == "loss"
     weights = class_weights(training.class_counts()).to(run.device) if balanced else None
@@ -96,27 +94,23 @@ def assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingSt
     )  # fmt: skip
 
 
-def choose_length(
+def _choose_length(
     run: Run, step: TrainingStep, training: ImageSet, begin: float
 ) -> tuple[TrainingStep, int]:
-    """Compile a step if the run is long enough to benefit; return it, and the number of steps.
-
-    They are what fits into a time budget that started at `begin`, unless a resumed run knows them.
-    """
+    """Compile a step if the run is long enough; return it, and the steps that fit the budget."""
     track, minutes = run.config.track, run.config.train.budget_minutes
-    if minutes is None:
-        return compile_step(run, step, step.schedule.total_steps), step.schedule.total_steps
-    if kept := step.state.total_steps:
-        return compile_step(run, step, kept), kept
+    known_steps = step.schedule.total_steps if minutes is None else step.state.total_steps
+    if minutes is None or known_steps:
+        return compile_step(run, step, known_steps), known_steps
     end = begin + TRAINING_FRACTION * 60 * minutes
     end -= EXPORT_SECONDS if track.probes and track.live_mb else 0
-    fit = partial(fit_budget, training=training, end=end, logged=track.milestones * track.probes)
-    fitting = fit(step)
-    step = compile_step(run, step, fitting)
-    return step, fit(step) if step.compiled else fitting
+    logged = track.milestones * track.probes
+    total_steps = _fit_budget(step, training, end, logged)
+    step = compile_step(run, step, total_steps)
+    return step, _fit_budget(step, training, end, logged) if step.compiled else total_steps
 
 
-def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
+def _build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
     """Build the schedule of `train.epochs` epochs; smaller sides are multiples of `unit` pixels."""
     config, train = run.config, run.config.train
     began = None
@@ -134,12 +128,8 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
     )  # fmt: skip
 
 
-def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
-    """Benchmark each phase of a run and return the number of steps that end in time, at least 1.
-
-    Training has to end when `time.perf_counter` returns `end`; `logged` is how many times the
-    attention of an image is logged until then. The state of the step is restored.
-    """
+def _fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
+    """Return the number of steps, at least 1, that end by `end` if `logged` maps are logged."""
     before = copy.deepcopy(step.state.state_dict())
     seconds_per_step = mean_step_seconds(step, training)
     step.state.load_state_dict(before)
@@ -151,8 +141,7 @@ def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) 
 def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     """Time steps of each phase of a run; return the mean over the whole run, in seconds per step.
 
-    Where images are decoded during training and this is slower than the step, it sets the time.
-    This changes the state.
+    Decoding images during training counts where it is slower. This changes the state.
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not the batch that each worker has in advance
@@ -165,11 +154,9 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     for phase in schedule.phases():
         trial.state.step = phase.start
         shape = (warmup + timed, schedule.batch_size)
-        batches = torch.randint(len(training), shape, generator=draw)
-        for number, (images, labels) in enumerate(
-            step.inputs(training).batches(step.world.part(batches.T).T), start=1
-        ):
-            result = trial(images, labels)
+        indices = torch.randint(len(training), shape, generator=draw)
+        for number, batch in enumerate(step.batches(training, indices), start=1):
+            result = trial(*batch)
             if number == warmup:
                 result.sum().item()  # waits for the device
                 begin = time.perf_counter()
@@ -178,13 +165,9 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     return seconds
 
 
-def shorten_averages(model: nn.Module, total_steps: int) -> None:
-    """Let the running statistics of batch norm forget their initial values in a short run.
-
-    With torch's momentum of 0.1 they average over about 10 steps, so after 12 steps they would
-    still be initial values to 28%. Runs of 100 steps and more keep torch's momentum.
-    """
+def _shorten_averages(model: nn.Module, total_steps: int) -> None:
+    """Let the running statistics of batch norm forget their initial values in a short run."""
+    # With torch's momentum of 0.1, initial values would still count 28% after 12 steps.
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
-            least = min(1.0, 1 / (MEMORY * total_steps))
-            module.momentum = max(module.momentum, least)
+            module.momentum = max(module.momentum, min(1.0, 1 / (MEMORY * total_steps)))

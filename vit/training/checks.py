@@ -1,7 +1,7 @@
 """What a run is checked for before it reads data or touches its folder.
 
-The model is asked itself: it is built on torch's "meta" device, where tensors have shapes but no
-values, so that building it and passing images through it takes no time.
+The model is built on torch's "meta" device, where tensors have shapes but no values, so that
+building it and passing images through it takes no time.
 """
 
 import math
@@ -41,11 +41,10 @@ def check_config(config: Config) -> None:
             f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
             "class; choose another --out"
         )
-    model, train = config.model, config.train
+    model, train, preprocess = config.model, config.train, Preprocess.from_config(config.data)
     if model.name != "vit":
-        check_timm(config)
+        _check_timm(config, preprocess)
         return
-    preprocess = Preprocess.from_config(config.data)
     try:
         with torch.device("meta"):
             built: Any = build_model(replace(model, attention="dot"), preprocess, CLASSES)
@@ -63,10 +62,10 @@ def check_config(config: Config) -> None:
 def warn_of_seen_images(
     key: str, name: str, other: Config, files: str, own: Config, training: ImageSet
 ) -> None:
-    """Warn if a trained model, named for a key, may have learned from images a run holds out.
+    """Warn if the trained model of a key may have learned from images that a run holds out.
 
-    It was trained with the config `other`, on files of the user with the fingerprint `files`, "" if
-    there were none; the run has the config `own`.
+    It was trained with the config `other`, on the user's files with the fingerprint `files`, if
+    any; the run has the config `own`.
     """
     differ = other.data.name == own.data.name and files not in ("", training.fingerprint)
     if differ or may_have_seen(other, own):
@@ -79,19 +78,18 @@ def warn_of_seen_images(
 
 def may_have_seen(other: Config, own: Config) -> bool:
     """Tell whether a model may have learned from images that a run validates or tests with."""
-    theirs, ours = other.data, own.data
-    if theirs.name != ours.name:
+    old, new = other.data, own.data
+    if old.name != new.name:
         return False
-    split = (theirs.val_size, other.train.seed) == (ours.val_size, own.train.seed)
-    return theirs.test_fraction != ours.test_fraction or (ours.val_size != 0 and not split)
+    same_split = (old.val_size, other.train.seed) == (new.val_size, own.train.seed)
+    return old.test_fraction != new.test_fraction or (new.val_size != 0 and not same_split)
 
 
 def check_processes(config: Config, processes: int) -> None:
-    """Check that the processes of a run are as many as it asks for, and can share its batches.
+    """Check that a run has the number of processes that it asks for, and they can share a batch.
 
     Raises:
-        ValueError: Another number was started, a batch cannot be divided among the processes and
-            `train.accumulate` parts, or a part has an odd number of images to be mixed in pairs.
+        ValueError: Another number was started, or a batch cannot be divided into that many parts.
     """
     train = config.train
     require(
@@ -115,17 +113,12 @@ def check_processes(config: Config, processes: int) -> None:
         )
 
 
-def check_timm(config: Config) -> None:
-    """Check that a timm model can be built and trained as the config says.
-
-    Raises:
-        ValueError: timm does not have the model or cannot build it, or it does not accept the
-            images, the smaller images at the beginning, Muon, whitening, or checkpointing.
-    """
-    name, train, preprocess = config.model.name, config.train, Preprocess.from_config(config.data)
+def _check_timm(config: Config, preprocess: Preprocess) -> None:
+    """Check that timm can build a model, and that it takes the images and the way of training."""
+    name, train = config.model.name, config.train
     image_size, channels = preprocess.image_size, preprocess.channels
     with torch.device("meta"):
-        model = build_model(config.model, preprocess, CLASSES).eval()
+        model: Any = build_model(config.model, preprocess, CLASSES).eval()
     if problem := problem_with(model, image_size, channels, CLASSES):
         made_for = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
         raise ValueError(
@@ -144,17 +137,12 @@ def check_timm(config: Config) -> None:
     if OPTIMIZERS[config.optim.name].muon and attention_model(model) is None:
         allowed = "muon is for the encoder blocks of Vision Transformers"
         check(config.optim, "name", False, f"adamw with model.name={name}; {allowed}")
-    if train.checkpoint_blocks and not _can_checkpoint(model):
-        allowed = "for which timm does not offer it"
-        check(train, "checkpoint_blocks", False, f"false with model.name={name}, {allowed}")
-
-
-def _can_checkpoint(model: Any) -> bool:
-    try:
-        model.set_grad_checkpointing()
-    except (AssertionError, AttributeError, NotImplementedError):  # what timm's models raise
-        return False
-    return True
+    if train.checkpoint_blocks:
+        try:
+            model.set_grad_checkpointing()
+        except (AssertionError, AttributeError, NotImplementedError):  # what timm's models raise
+            allowed = f"false with model.name={name}, for which timm does not offer it"
+            check(train, "checkpoint_blocks", False, allowed)
 
 
 def problem_with(

@@ -1,7 +1,6 @@
-"""Whether a run's model is compiled by torch.compile, which is faster but has to be compiled first.
+"""Whether a run's model is compiled by torch.compile, which takes time that long runs win back.
 
-The choice of `train.compile: auto` is a function of the number of steps, the device and the
-precision. It is stored in the checkpoints: a resumed run goes on as it began.
+The choice is stored in the checkpoints: a resumed run goes on as it began.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,8 +34,7 @@ CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does no
 def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
     """Compile the model of a step if the run is long enough to benefit; all processes do the same.
 
-    torch compiles it when it first gets images of a size. Several accelerators average gradients in
-    the backward pass of the returned step.
+    Several accelerators average gradients in the backward pass of the returned step.
     """
     checkpoint, world, choice = run.checkpoint, run.world, run.config.train.compile
     began = None if checkpoint is None else checkpoint.environment.get("compiled")
@@ -57,11 +55,7 @@ def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
 
 
 def choose_compilation(
-    choice: Literal["auto", True, False],
-    began: bool | None,
-    device: torch.device,
-    precision: torch.dtype,
-    steps: int,
+    choice: bool | str, began: bool | None, device: torch.device, precision: torch.dtype, steps: int
 ) -> bool:
     """Decide whether to compile the model of a run; `began` says how a resumed run began.
 
@@ -76,7 +70,7 @@ def choose_compilation(
             "without with --train.compile false"
             f"{' --resume.allow_changes' if began else ''}"
         )
-    if wanted != "auto":
+    if isinstance(wanted, bool):  # else "auto"
         return wanted
     # In float32, nearly all of a CPU's time goes into matrix products, which stay what they are.
     gains = device.type in COMPILABLE and (device.type, precision) != ("cpu", torch.float32)
@@ -96,11 +90,9 @@ def missing_tool(device: torch.device) -> str | None:
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """Evaluate on the cores of all processes, while the others wait, and compile nothing.
-
-    The batches have other sizes, and torch gives up compiling after a few.
-    """
+    """Evaluate on the cores of all processes, while the others wait, and compile nothing."""
     cores = torch.get_num_threads() * local_processes()
+    # Batches of evaluators have other sizes, and torch gives up compiling after a few.
     with on_cores(cores), torch.compiler.set_stance("force_eager"):
         yield
 
@@ -112,9 +104,9 @@ def compiled(forward: nn.Module, by_block: bool = False) -> nn.Module:
     weights and gradients between blocks.
     """
     # Each image size is compiled separately, so that the grid is a plain number.
-    how: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
+    options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
     if not by_block:
-        return cast(nn.Module, torch.compile(forward, **how))
+        return cast(nn.Module, torch.compile(forward, **options))
     for block in cast(Any, getattr(forward, "blocks", ())):
-        block.compile(**how)
+        block.compile(**options)
     return forward

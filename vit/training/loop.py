@@ -72,9 +72,8 @@ class Loop:
                     raise Stopped
             if state.skipped == state.step:  # no step counted, of fewer than max_skipped
                 raise Diverged(diverged_text(state, "loss or gradient"))
-        if self.tracker is not None and self._spent:
-            parts = ", ".join(f"{name} took {took:.1f} s" for name, took in self._spent.items())
-            say(parts)
+        if self._spent:  # in the main process
+            say(", ".join(f"{name} took {spent:.1f} s" for name, spent in self._spent.items()))
 
     def classifier(self) -> Classifier:
         """Return the current model, or its moving average; called by all processes if sharded."""
@@ -91,16 +90,15 @@ class Loop:
             state.points.clear()
         number, logged, since = done, done, 0.0
         training, resumed = 0.0, time.perf_counter()  # seconds without logging and evaluation
-        parts = self.step.inputs(self.training).batches(world.part(batches[done:].T).T)
-        for number, (images, labels) in enumerate(self.stop.until(parts, world), start=done + 1):
-            state.points.append(self.step(images, labels))
+        parts = self.step.batches(self.training, batches[done:])
+        for number, batch in enumerate(self.stop.until(parts, world), start=done + 1):
+            state.points.append(self.step(*batch))
             if state.skipped_in_a_row >= self.max_skipped:
                 raise Diverged(diverged_text(state, "loss or gradient"))
             bar.update()
             paused = time.perf_counter()
             training += paused - resumed
-            last = number == len(batches)
-            if number % self.log_every == 0 or last:
+            if number % self.log_every == 0 or number == len(batches):
                 self._log(bar, schedule.batch_size * (number - logged) / (training - since))
                 logged, since = number, training
             measured = self.evaluate()
@@ -109,12 +107,10 @@ class Loop:
             return ""
         loss, accuracy = _mean(state.points)
         speed = schedule.batch_size * (len(batches) - done) / training
-        validation = measured.get("val/accuracy")
-        return (
-            f"epoch {epoch + 1:>3}/{schedule.epochs}   loss {loss:.4f}   training {accuracy:6.2%}"
-            + ("" if validation is None else f"   validation {validation:6.2%}")
-            + f"   {speed:,.0f} images/s"
-        )
+        text = f"loss {loss:.4f}   training {accuracy:6.2%}"
+        if "val/accuracy" in measured:
+            text += f"   validation {measured['val/accuracy']:6.2%}"
+        return f"epoch {epoch + 1:>3}/{schedule.epochs}   {text}   {speed:,.0f} images/s"
 
     def _batches(self, epoch: int) -> Tensor:
         """Return the images of each step of an epoch up to the end of the run, int64 indices."""
@@ -148,8 +144,10 @@ class Loop:
         """Run the evaluators that are due at this step; return the numbers they measured."""
         step, numbers = self.step.state.step, dict[str, float]()
         due = [evaluator for evaluator in self.evaluators if step in evaluator.steps]
-        classifier = self.classifier() if due else None
-        if classifier is None or self.tracker is None:
+        if not due:
+            return {}
+        classifier = self.classifier()  # in all processes
+        if self.tracker is None:
             return {}
         with evaluating():
             for evaluator in due:
@@ -184,15 +182,13 @@ class Loop:
         if not failed:
             self._write("the checkpoint", self.write_checkpoint)
 
-    def _write(self, what: str, write: Callable[[], None]) -> bool:
+    def _write(self, name: str, write: Callable[[], None]) -> bool:
         """Write something; return whether that succeeded."""
         try:
             write()
         except OSError as error:
-            warn(
-                f"could not write {what} of step {self.step.state.step} ({error}); keeping the "
-                "previous checkpoint and continuing"
-            )
+            at = f"{name} of step {self.step.state.step} ({error})"
+            warn(f"could not write {at}; keeping the previous checkpoint and continuing")
             return False
         return True
 

@@ -25,17 +25,15 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     """Describe the run that is about to start: data, model, device, length, folder."""
     processes = f"{step.world.size} processes, each on " if step.world.size > 1 else ""
     precision = str(step.precision).removeprefix("torch.")
-    variant = config.model.attention
+    variant, teacher = config.model.attention, ""
     attention = "" if variant == "dot" else f", {variant} attention"
-    teacher = ""
     if step.teacher is not None:
         teacher = f"teacher  {step.teacher.name}, {step.teacher.fraction:.0%} of the target\n"
     return (
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}\n"
         f"model    {_model_text(config.model, step)}\n"
         f"device   {processes}{describe(images.device)}, {precision}{attention}, "
-        f"{'' if step.compiled else 'not '}compiled\n"
-        f"{teacher}"
+        f"{'' if step.compiled else 'not '}compiled\n{teacher}"
         f"steps    {_steps_text(config, step, len(images))}\n"
         f"run      {printable(config.out)}; watch it with: {tensorboard_command(Path(config.out))}"
     )
@@ -51,12 +49,12 @@ def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
     if data.balance != "none":
         text += f"; classes are balanced by data.balance={data.balance}"
     if data.spec.own_files and data.image_size is None:
-        rows, columns = data.spec.image_size
-        text += f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
+        pixels = f"{by(data.spec.image_size)} pixels"
+        text += f"; resized to {pixels}, use --data.image_size for more detail"
     if isinstance(images.images, ImageFiles):
         gigabytes, workers = images.images.nbytes / 1e9, images.images.num_workers
-        how = f"by {counted(workers, 'worker')}" if workers else "in this process"
-        text += f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
+        where = f"by {counted(workers, 'worker')}" if workers else "in this process"
+        text += f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {where}"
     return text
 
 
@@ -66,23 +64,21 @@ def _counts(images: ImageSet) -> str:
 
 def _model_text(model: ModelConfig, step: TrainingStep) -> str:
     """Describe the model: the settings that matter most, its tokens and its parameters."""
-    state, (rows, columns) = step.state, step.schedule.full_size
-    name = model.name
-    if name == "vit":
-        name = f"ViT, depth {model.depth}, width {model.embed_dim}, {model.num_heads} heads"
-    structure, tokens, maps = attention_model(state.structure()), "", ""
-    if structure is None:
-        maps = f"\nmaps     {no_maps_text(state.model)}"
-    else:
-        count = structure.num_prefix_tokens + math.prod(structure.patch_embed.grid(rows, columns))
-        tokens = f", {counted(count, 'token', ',')}"
-    parameters = sum(parameter.numel() for parameter in state.model.parameters())
-    text = f"{name}, {rows} x {columns} pixels{tokens}: {parameters:,} parameters"
+    state, size = step.state, step.schedule.full_size
+    text = model.name
+    if text == "vit":
+        text = f"ViT, depth {model.depth}, width {model.embed_dim}, {model.num_heads} heads"
+    text += f", {by(size)} pixels"
+    structure = attention_model(state.structure())
+    if structure is not None:
+        count = structure.num_prefix_tokens + math.prod(structure.patch_embed.grid(*size))
+        text += f", {counted(count, 'token', ',')}"
+    text += f": {sum(p.numel() for p in state.model.parameters()):,} parameters"
     if state.frozen:
         number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
         when = "at every step" if step.features is None else "once"
         text += f"; {number:,} are trained, the head's, on features computed {when}"
-    return text + maps
+    return text if structure is not None else f"{text}\nmaps     {no_maps_text(state.model)}"
 
 
 def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
@@ -116,24 +112,22 @@ def end_text(
     flag = f" --model.attention {argument(variant)}" if ".py:" in variant else ""
     command = f"{program('eval')} {argument(run)}"
     low, high = result["accuracy_95"]
-    attention = f"         {command} maps{flag}\n" if has_maps else ""
+    maps = f"         {command} maps{flag}\n" if has_maps else ""
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
         f"\ntest     {result['accuracy']:.2%} accuracy on {result['n']:,} images "
-        f"(95% interval {low:.2%} to {high:.2%}), "
-        f"{balanced}loss {result['loss']:.4f}\n"
+        f"(95% interval {low:.2%} to {high:.2%}), {balanced}loss {result['loss']:.4f}\n"
         f"time     {clock(seconds)} of training\n"
         f"wrote    {printable(run / MODEL_FILE)}, {printable(run / EVAL_FOLDER / REPORT_FILE)}, "
         f"{printable(run / EVAL_FOLDER / PREDICTIONS_FILE)}, {printable(run / EVAL_FOLDER)}/*.png\n"
-        f"next     {command}{flag}\n"
-        f"{attention}"
+        f"next     {command}{flag}\n{maps}"
         f"         {tensorboard_command(run)}"
     )
 
 
-def diverged_text(state: TrainState, what: str) -> str:
-    """Describe what is not finite ("loss or gradient", or "weights"), and what to try."""
+def diverged_text(state: TrainState, numbers: str) -> str:
+    """Describe which numbers are not finite ("loss or gradient" or "weights"), and what to try."""
     problem = "training diverged"
     advice = "Lower --optim.lr and --optim.muon_lr or set --optim.clip_grad"
     if state.skipped == state.step:  # no weight has changed
@@ -142,7 +136,7 @@ def diverged_text(state: TrainState, what: str) -> str:
     rates = ", ".join(f"{optimizer.param_groups[0]['lr']:.3g}" for optimizer in state.optimizers)
     losses = " ".join(f"{point[0].item():.4g}" for point in state.points[-LOSSES:])
     return (
-        f"{problem}: {what} not finite at step {state.step:,}, after "
+        f"{problem}: {numbers} not finite at step {state.step:,}, after "
         f"{state.skipped_in_a_row} skipped steps in a row (learning rate {rates}; last losses, "
         f"nan for a skipped step: {losses}); this state was not saved. {advice}, and start over "
         "with --overwrite"

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Phase(NamedTuple):
-    """A part of a run in which all steps cost the same: its first step, and what it has of all."""
+    """A part of a run in which all steps cost the same."""
 
-    start: int
-    fraction: float
+    start: int  # its first step
+    fraction: float  # of the steps of the run
     image_size: tuple[int, int]
 
 
@@ -43,11 +43,7 @@ class Schedule:
         return step < self.mix_fraction * self.total_steps
 
     def lr_factor(self, step: int) -> float:
-        """Return the learning rate of a step relative to its peak, 0 to 1.
-
-        It rises linearly during the warm-up and then falls to zero, which it would reach at the
-        step after the last.
-        """
+        """Return the learning rate of a step relative to its peak: up to 1, then down towards 0."""
         total_steps, warmup_steps = self.total_steps, int(self.warmup * self.total_steps)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)

@@ -21,8 +21,7 @@ from vit.model.variants import attention_code
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
-from vit.run.folder import lock_run, stored_config
-from vit.run.resume import check_run
+from vit.run.folder import check_run, lock_run, stored_config
 from vit.training.checks import check_processes
 
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
@@ -30,14 +29,14 @@ FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly 
 
 @dataclass(frozen=True)
 class Run:
-    """A run whose beginning is decided: from its first step, a checkpoint or pretrained weights."""
+    """What training needs to know: the config, the hardware, and where to resume from."""
 
     config: Config
     preprocess: Preprocess
     device: torch.device
     precision: torch.dtype  # of matrix products, torch.float32 or torch.bfloat16
-    world: World  # the processes that train together
-    stop: StopRequest  # whether a signal has asked the run to stop
+    world: World
+    stop: StopRequest
     checkpoint: Checkpoint | None = None  # the state to resume from
     seconds: float = 0.0  # that have passed of a time budget
 
@@ -62,23 +61,20 @@ class Run:
 
     def environment(self) -> dict[str, Any]:
         """Return what must not change when the run is resumed, besides its config."""
-        found = {
+        environment = {
             "attention_code": attention_code(self.config.model),
             "processes": self.world.size,
             "device": self.device.type,
             "precision": str(self.precision),
         }
         if self.device.type == "cpu":  # where sums depend on their number
-            found["threads"] = torch.get_num_threads()
-        return found
+            environment["threads"] = torch.get_num_threads()
+        return environment
 
 
 @contextlib.contextmanager
 def start_run(
-    config: Config,
-    source: Pretrained | None = None,
-    overwrite: bool = False,
-    allow_changes: bool = False,
+    config: Config, source: Pretrained | None, overwrite: bool, allow_changes: bool
 ) -> Iterator[Run]:
     """Connect the processes, lock the run folder and decide whether to start or to resume.
 
@@ -93,8 +89,7 @@ def start_run(
     precision = choose_precision(config.train.precision, device)
     with (
         join_world(device, config.train.timeout_minutes) as world,
-        # Not earlier: while it waits for others to start, Python cannot run a handler of signals,
-        # but their default action ends it.
+        # Not earlier: while the process waits for others, Python cannot run a signal handler.
         stop_on_signals() as stop,
         explained(config, stop, overwrite),
         contextlib.ExitStack() as stack,
@@ -114,11 +109,11 @@ def explained(config: Config, stop: StopRequest, overwrite: bool) -> Iterator[No
     try:
         yield
     except Stopped:
-        then = "to start over; nothing was saved"
-        if saved := checkpoint_steps(Path(config.out)):
-            how = "without --overwrite to" if overwrite else "to"
-            then = f"{how} resume after step {saved[-1]:,}"
-        note(f"stopped by {signal.Signals(stop.signal).name}: rerun the command {then}")
+        advice = "to start over; nothing was saved"
+        if steps := checkpoint_steps(Path(config.out)):
+            flags = "without --overwrite " if overwrite else ""
+            advice = f"{flags}to resume after step {steps[-1]:,}"
+        note(f"stopped by {signal.Signals(stop.signal).name}: rerun the command {advice}")
         raise SystemExit(128 + stop.signal) from None
     except Diverged as error:  # in all processes, with the same numbers
         note(f"error: {error}")
@@ -146,12 +141,12 @@ def on_all_cores(config: Config, overwrite: bool) -> Config:
 
 
 def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
-    """Return how many processes train a run.
+    """Choose the number of processes of a run.
 
-    The configured number; else that of the config `stored` by an unfinished run; else the largest
-    one up to `cores` that divides the batch into equal parts of at least `FEWEST_IMAGES`, of even
-    size if images are mixed in pairs. An accelerator, and a head that is trained alone, have a
-    single process.
+    The configured number; else the number in the config `stored` by an unfinished run; else the
+    largest one up to `cores` that divides the batch into equal parts of at least `FEWEST_IMAGES`,
+    of even size if images are mixed in pairs. A run on an accelerator, and one that trains the head
+    alone, have a single process.
     """
     settings = config.train
     on_cpu = choose_device(settings.device).type == "cpu"
@@ -168,9 +163,6 @@ def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
         return 1
     parts = settings.batch_size // settings.accumulate
     group = 2 if config.augment.mixes else 1  # images that one process needs together
-    fitting = (
-        n
-        for n in range(1, cores + 1)
-        if parts % n == 0 and parts >= FEWEST_IMAGES * n and settings.batch_size // n % group == 0
-    )
+    most, size = min(cores, parts // FEWEST_IMAGES), settings.batch_size
+    fitting = (n for n in range(1, most + 1) if parts % n == 0 and size // n % group == 0)
     return max(fitting, default=1)

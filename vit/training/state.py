@@ -40,8 +40,7 @@ class TrainState:
     skipped_in_a_row: int = 0  # how many of the latest steps were skipped
     points: list[Tensor] = field(default_factory=list)  # loss and accuracy in the epoch, (2,) each
     frozen: bool = False  # only the head is trained, and the model is always in evaluation mode
-    # A whole copy of a sharded model, of which only the first process has the weights; None if the
-    # model is whole.
+    # A whole copy of a sharded model, with weights in the first process only; None if not sharded.
     copy: nn.Module | None = None
 
     def evaluated(self) -> nn.Module:
@@ -64,9 +63,13 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "ema": None if self.ema is None else self.ema.module.state_dict(),
-            "points": torch.stack(self.points) if self.points else torch.empty(0, 2),
-            **{name: getattr(self, name) for name in COUNTS},
+            **self.counts(),
         }
+
+    def counts(self) -> dict[str, Any]:
+        """Return what `tensors` leaves out: the counts, and the points as a tensor (N, 2)."""
+        points = torch.stack(self.points) if self.points else torch.empty(0, 2)
+        return {**{name: getattr(self, name) for name in COUNTS}, "points": points}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; settings of the optimizers stay as configured."""
@@ -84,13 +87,11 @@ class TrainState:
         self._load_counts(state)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, the optimizers' by those of their parameters."""
+        """Return all tensors by name, the optimizers' by the names of their parameters."""
         named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        tensors: dict[str, Tensor] = {}
-        parts = {"model": self.model, "ema": None if self.ema is None else self.ema.module}
-        for part, module in parts.items():
-            if module is not None:
-                tensors |= {f"{part}.{name}": value for name, value in module.state_dict().items()}
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        if self.ema is not None:
+            tensors |= {f"ema.{name}": v for name, v in self.ema.module.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):
             for parameter, values in optimizer.state.items():
                 for key, value in values.items():
@@ -98,24 +99,18 @@ class TrainState:
         # Scalars cannot be sliced, so store them as vectors of length 1.
         return {name: value if value.ndim else value.view(1) for name, value in tensors.items()}
 
-    def counts(self) -> dict[str, Any]:
-        """Return what `tensors` leaves out, as JSON."""
-        points = torch.stack(self.points).tolist() if self.points else []
-        return {**{name: getattr(self, name) for name in COUNTS}, "points": points}
-
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Restore the state from a checkpoint; called by all processes.
 
         Raises:
-            ValueError: A checkpoint that is a folder has other tensors than the state.
-            RuntimeError: A file has.
+            ValueError, RuntimeError: The checkpoint has other tensors than the state.
         """
         if checkpoint.folder is None:
             self.load_state_dict(vars(checkpoint))
             return
         set_lr(self.optimizers, 0.0)
-        stepped = checkpoint.step > checkpoint.skipped
-        for optimizer in self.optimizers if stepped else ():
+        has_stepped = checkpoint.step > checkpoint.skipped
+        for optimizer in self.optimizers if has_stepped else ():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = torch.zeros_like(parameter)
@@ -131,17 +126,13 @@ class TrainState:
 
     def is_finite(self) -> bool:
         """Tell whether all weights and their moving averages are finite, in this process's part."""
-        weights = (
-            value for name, value in self.tensors().items() if name.startswith(("model.", "ema."))
-        )
+        models = [self.model] if self.ema is None else [self.model, self.ema.module]
+        weights = (tensor for model in models for tensor in model.state_dict().values())
         return all(bool(to_local(tensor).isfinite().all()) for tensor in weights)
 
 
 def build_state(
-    run: Run,
-    num_classes: int,
-    sample: Tensor | None = None,
-    weights: dict[str, Tensor] | None = None,
+    run: Run, classes: int, sample: Tensor | None = None, weights: dict[str, Tensor] | None = None
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
@@ -150,7 +141,7 @@ def build_state(
     """
     config, world, device = run.config, run.world, run.device
     torch.manual_seed(fold_in(config.train.seed, "init"))
-    model: Any = build_model(config.model, run.preprocess, num_classes)  # ours or timm's
+    model: Any = build_model(config.model, run.preprocess, classes)  # ours or timm's
     if sample is not None:
         first = image_conv(model, run.preprocess.channels)
         assert first is not None, "vit.training.checks refuses it"
@@ -175,8 +166,8 @@ def build_state(
         ema = ModelEmaV3(model, config.optim.ema_decay, use_warmup=True, foreach=not sharded)
     if sharded:
         complete = copy.deepcopy(model).to("cpu" if world.main else "meta")
-        for model_or_average in (model, *([] if ema is None else [ema.module])):
-            shard(model_or_average, device, run.precision)
+        for part in [model] if ema is None else [model, ema.module]:
+            shard(part, device, run.precision)
     optimizers = build_optimizers(model, config.optim, run.precision)
     return TrainState(model, optimizers, ema, frozen=frozen, copy=complete)
 

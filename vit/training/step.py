@@ -3,8 +3,8 @@
 Shapes: B batch, C classes, H height, W width.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,9 @@ from vit.training.teacher import Teacher
 class TrainingStep:
     """One optimizer step; the training loop, the time budget and the benchmarks all call it.
 
-    Each process of the world computes an equal part of the batch. Every random number in it is a
-    function of the seed, the step number and the position of an image in the whole batch, so it
-    does not matter how many processes there are. Only dropout of a model of timm depends on the
-    process.
+    Each process of the world computes an equal part of the batch. Every random number is a function
+    of the seed, the step and the position of an image in the whole batch, whatever the number of
+    processes. Only dropout of timm models depends on the process.
     """
 
     state: TrainState  # changed in place
@@ -44,16 +43,13 @@ class TrainingStep:
     augmentation: AugmentConfig
     label_smoothing: float  # probability mass spread over all classes, 0 to 1
     clip_grad: float | None  # maximum norm of the gradient; None disables clipping
-    # Number of micro-batches into which a process splits its part of a batch. Batch norm sees one
-    # of them at a time.
-    accumulate: int
+    accumulate: int  # micro-batches of a process's part of a batch; batch norm sees one at a time
     precision: torch.dtype  # of matrix products
     seed: int
     world: World = World()  # noqa: RUF009
-    teacher: Teacher | None = None  # a trained model to learn from besides the labels
+    teacher: Teacher | None = None
     class_weights: Tensor | None = None  # (C,), in the loss, see `vit.data.sampling`
-    # What the head of a frozen model gets for each of the images, (N, D) float32, if it is the same
-    # in every epoch; None computes it from the images at each step.
+    # What the head of a frozen model gets for each image, (N, D) float32; None if this changes.
     features: Tensor | None = None
     compiled: bool = False  # whether `forward` is
 
@@ -74,11 +70,14 @@ class TrainingStep:
         torch.manual_seed(fold_in(seed, "dropout", step))
         return self.update(inputs, targets)
 
-    def inputs(self, training: ImageSet) -> ImageSet:
-        """Return what batches are taken from: the training images, or their features."""
-        if self.features is None:
-            return training
-        return dataclasses.replace(training, images=self.features)
+    def batches(self, training: ImageSet, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this process's part of batches of images, or of their features, and the labels.
+
+        The indices (steps, B) int64 are those of whole batches.
+        """
+        if self.features is not None:
+            training = replace(training, images=self.features)
+        return training.batches(self.world.part(indices.T).T)
 
     def prepare(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Augment images (B, channels, H, W) uint8, shrink them, and ask the teacher if any.
@@ -92,25 +91,18 @@ class TrainingStep:
         targets = (labels[:, None] == classes).float()
         if self.features is not None:
             return images, targets
-        images, targets = augment(
-            images, targets, self.preprocess, self._draws(len(images), device), self.augmentation,
-            mixes=self.schedule.mixes(step),
-        )  # fmt: skip
+        count, first = len(images), self.world.rank * len(images)
+        seed = fold_in(self.seed, "augment", self.state.step)
+        draws = Draws(seed, self.world.size * count, slice(first, first + count), device)
+        settings, mixes = self.augmentation, self.schedule.mixes(step)
+        images, targets = augment(images, targets, self.preprocess, draws, settings, mixes)
         images = shrink(images, self.schedule.image_size(step))
         return images, targets if self.teacher is None else self.teacher.mix(images, targets)
 
     def update(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Update the weights, or skip the step if loss or gradient is not finite.
+        """Update the weights with what `prepare` returned; return the same as `__call__`.
 
-        A skipped step changes nothing but the step counts.
-
-        Args:
-            images: (B, channels, H, W) float32, normalized, or features (B, D); this process's part
-                of the batch.
-            targets: (B, C) float32, probabilities of the classes.
-
-        Returns:
-            (2,): mean loss and accuracy over all processes, as for `__call__`.
+        A step whose loss or gradient is not finite changes nothing but the step counts.
         """
         state = self.state
         buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
@@ -158,9 +150,3 @@ class TrainingStep:
             hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
             result += torch.stack((loss.detach(), hits)) / self.accumulate
         return result
-
-    def _draws(self, count: int, device: torch.device) -> Draws:
-        """Return the random numbers of the step for this process's part of a batch."""
-        first = self.world.rank * count
-        seed = fold_in(self.seed, "augment", self.state.step)
-        return Draws(seed, self.world.size * count, slice(first, first + count), device)

@@ -10,7 +10,6 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.console import by, shorten
 from vit.data.images import ImageSet
-from vit.data.preprocess import Preprocess
 from vit.pretrained.load import load
 from vit.training.checks import problem_with, warn_of_seen_images
 from vit.training.schedule import Schedule
@@ -19,10 +18,10 @@ from vit.training.start import Run
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained model, the fraction of the target that is its own (0 to 1), and how to name it."""
+    """A trained model to learn from besides the labels."""
 
     classifier: Classifier
-    fraction: float
+    fraction: float  # of the target that is the teacher's, 0 to 1
     name: str
 
     def mix(self, images: Tensor, targets: Tensor) -> Tensor:
@@ -47,29 +46,22 @@ def load_teacher(run: Run, training: ImageSet, schedule: Schedule) -> Teacher | 
         saved = load(name, "cpu")
         if saved.run.resolve() == run.folder.resolve():
             raise ValueError(f"{name} is the run itself; train in another folder with --out")
-        _check(saved, name, training.classes, run.preprocess, schedule.image_size(0))
+        _check(saved, run, training.classes, schedule.image_size(0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    warn_of_seen_images(
-        "optim.teacher", name, saved.config, saved.fingerprint, run.config, training
-    )
+    seen = saved.config, saved.fingerprint
+    warn_of_seen_images("optim.teacher", name, *seen, run.config, training)
     model = saved.model.to(run.device)
     teacher = replace(saved, model=model, device=run.device, precision=run.precision)
     return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))
 
 
-def _check(
-    teacher: Classifier,
-    name: str,
-    classes: tuple[str, ...],
-    own: Preprocess,
-    first: tuple[int, int],
-) -> None:
-    """Check that a teacher fits the classes and images of a run, which begins with a size."""
-    other = teacher.preprocess
+def _check(teacher: Classifier, run: Run, classes: tuple[str, ...], size: tuple[int, int]) -> None:
+    """Check that a teacher fits the classes and images of a run, the first of which have a size."""
+    name, own, other = run.config.optim.teacher, run.preprocess, teacher.preprocess
     if teacher.classes != classes:
-        theirs, needed = ", ".join(teacher.classes), ", ".join(classes)
-        raise ValueError(f"{name} has the classes {theirs}, but the data {needed}")
+        known, needed = ", ".join(teacher.classes), ", ".join(classes)
+        raise ValueError(f"{name} has the classes {known}, but the data {needed}")
     if (other.mean, other.std) != (own.mean, own.std):
         raise ValueError(
             f"{name} normalizes images with mean {other.mean} and standard deviation {other.std}, "
@@ -80,8 +72,8 @@ def _check(
             f"{name} was trained on images of {by(other.image_size)} pixels, but the run's have "
             f"{by(own.image_size)}; choose another teacher or data.image_size"
         )
-    if problem := problem_with(teacher.model, first, own.channels, len(classes)):
+    if problem := problem_with(teacher.model, size, own.channels, len(classes)):
         raise ValueError(
-            f"{name} does not take images of {by(first)} pixels ({shorten(problem, 150)}); choose "
+            f"{name} does not take images of {by(size)} pixels ({shorten(problem, 150)}); choose "
             "another teacher, or train without smaller images (--train.small_share 0)"
         )
