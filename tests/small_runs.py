@@ -83,7 +83,8 @@ def begin(
     **how: Any,
 ) -> Run:
     """Begin a run in this process, without touching its folder."""
-    return Run.begin(config, device, **how).starting_from(checkpoint, source)
+    preprocess = Preprocess.from_config(config.data)
+    return Run(config, preprocess, device, **how).starting_from(checkpoint, source)
 
 
 def make_state(

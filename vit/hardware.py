@@ -13,9 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")  # the limits of a container on Linux
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device with a name: "cpu", or a type of accelerator ("cuda", "mps" or "xpu").
-
-    "auto" is this machine's accelerator if it has one, and the CPU otherwise.
+    """Return the device with a name: "cpu", "cuda", "mps", "xpu"; "auto" prefers an accelerator.
 
     Raises:
         ValueError: This machine does not have the device.

@@ -164,9 +164,8 @@ def parse(kind: Any, content: Any, source: object) -> Any:
     """
     adapter = TypeAdapter(kind)
     try:
-        if isinstance(content, bytes | str):
-            return adapter.validate_json(content)
-        return adapter.validate_python(content)
+        is_json = isinstance(content, bytes | str)
+        return adapter.validate_json(content) if is_json else adapter.validate_python(content)
     except RecursionError:
         raise ValueError(f"{source} is damaged: it is nested too deeply") from None
     except ValidationError as error:

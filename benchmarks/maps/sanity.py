@@ -43,6 +43,7 @@ from vit.cli import user_errors
 from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.data.sampling import balanced_subset, epoch_batches
 from vit.explain.kinds import ALL_KINDS
 from vit.explain.maps import MAP_KINDS, attention_maps
@@ -161,7 +162,8 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     )  # fmt: skip
     config = dataclasses.replace(saved.config, train=train, augment=UNAUGMENTED)
     device, precision = saved.device, saved.precision
-    step = build_step(Run.begin(config, device, precision), training)
+    run = Run(config, Preprocess.from_config(config.data), device, precision)
+    step = build_step(run, training)
     for epoch in range(epochs):
         shape = step.schedule.steps_per_epoch, step.schedule.batch_size
         order = epoch_batches(len(training), shape, train.seed, epoch)

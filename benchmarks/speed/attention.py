@@ -119,7 +119,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(config, out=folder)
         training, held_out = draw_images(6400), draw_images(HELD_OUT)
-        run = Run.begin(config, CPU, precision)
+        run = Run(config, Preprocess.from_config(config.data), CPU, precision)
         step = build_step(run, training)
         batch = torch.arange(config.train.batch_size)[None]
         with contextlib.closing(Tracker(Path(folder))) as tracker:

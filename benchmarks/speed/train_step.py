@@ -35,6 +35,7 @@ from benchmarks.timing import Clock, take_turns, timed
 from vit.cli import parse_train
 from vit.config import Config
 from vit.data.images import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.parallel import on_cores
@@ -245,7 +246,8 @@ def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep,
     labels = torch.arange(10_000) % 10
     images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
     precision = choose_precision(config.train.precision, device)
-    return build_step(Run.begin(config, device, precision), images), images
+    run = Run(config, Preprocess.from_config(config.data), device, precision)
+    return build_step(run, images), images
 
 
 def repeat_step(

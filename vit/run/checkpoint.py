@@ -105,10 +105,7 @@ def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> No
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
-    """Write RUN/checkpoints/step_N.pt, and delete all older checkpoints but one.
-
-    Later checkpoints are deleted too: they were damaged if the run went back to an earlier step.
-    """
+    """Write RUN/checkpoints/step_N.pt, and delete all older checkpoints but one."""
     path = checkpoint_path(run, checkpoint.step).with_suffix(".pt")
     path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
@@ -120,7 +117,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
 
 
 def _delete_others(run: Path, path: Path) -> None:
-    """Delete all of a run's checkpoints but the newest, `path`, and the one before it."""
+    """Delete a run's checkpoints but `path` and the one before it; later ones were damaged."""
     paths = checkpoint_paths(run)
     end = paths.index(path) + 1
     for old in (*paths[: max(0, end - KEEP)], *paths[end:], *path.parent.glob(".*.tmp")):

@@ -73,10 +73,7 @@ class Tracker:
         self._writer: SummaryWriter | None = event_writer(run, purge_step=step + 1 if step else 0)
 
     def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
-        """Log numbers by tag.
-
-        Timings are for TensorBoard only, so that identical runs have identical metrics.jsonl.
-        """
+        """Log numbers by tag; timings are for TensorBoard only: metrics.jsonl is reproducible."""
         if not tensorboard_only:
             self._pending += (json.dumps({"step": step, **values}) + "\n").encode()
 
@@ -106,10 +103,7 @@ class Tracker:
 
     def hyperparameters(self, values: dict[str, Any]) -> None:
         """Add the finished run to TensorBoard's HParams table, with all scalars as metrics."""
-        plain = {
-            key: value if isinstance(value, int | float | str) else str(value)
-            for key, value in values.items()
-        }
+        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
         # SummaryWriter.add_hparams would open a second run with the time as its name. Without the
         # summary of the experiment, TensorBoard opens with the columns in which the runs differ.
         _, start, end = hparams(plain, {})

@@ -105,7 +105,7 @@ class Loop:
             resumed = time.perf_counter()
         if number < len(batches):
             return ""
-        loss, accuracy = _mean(state.points)
+        loss, accuracy = torch.stack(state.points).nanmean(dim=0).tolist()  # of steps not skipped
         speed = schedule.batch_size * (len(batches) - done) / training
         text = f"loss {loss:.4f}   training {accuracy:6.2%}"
         if "val/accuracy" in measured:
@@ -128,17 +128,15 @@ class Loop:
             return
         state = self.step.state
         start = (len(state.points) - 1) // self.log_every * self.log_every
-        loss, accuracy = _mean(state.points[start:])
+        loss, accuracy = torch.stack(state.points[start:]).nanmean(dim=0).tolist()
         rate = state.optimizers[0].param_groups[0]["lr"]
         values = {"train/loss": loss, "train/accuracy": accuracy, "train/lr": rate}
         if state.skipped:
             values["train/skipped_steps"] = state.skipped
-        values = {tag: value for tag, value in values.items() if math.isfinite(value)}
-        self.tracker.scalars(state.step, values)
+        self.tracker.scalars(state.step, {k: v for k, v in values.items() if math.isfinite(v)})
         self.tracker.scalars(state.step, {"train/images_per_second": speed}, tensorboard_only=True)
-        bar.set_postfix_str(
-            f"loss {loss:.3f}  acc {accuracy:.1%}  lr {rate:.2g}  {speed:,.0f} images/s"
-        )
+        text = f"loss {loss:.3f}  acc {accuracy:.1%}  lr {rate:.2g}  {speed:,.0f} images/s"
+        bar.set_postfix_str(text)
 
     def evaluate(self) -> dict[str, float]:
         """Run the evaluators that are due at this step; return the numbers they measured."""
@@ -166,11 +164,7 @@ class Loop:
         return numbers
 
     def _save(self) -> None:
-        """Save curves and a checkpoint; if that fails, training goes on and the next save retries.
-
-        Raises:
-            Diverged: Weights are not finite; they are not saved.
-        """
+        """Save curves and a checkpoint; a failure becomes a warning, and the next call retries."""
         state, now = self.step.state, time.perf_counter()
         state.seconds, self._since = state.seconds + now - self._since, now
         # Curves come first: a checkpoint must never be ahead of them.
@@ -191,9 +185,3 @@ class Loop:
             warn(f"could not write {at}; keeping the previous checkpoint and continuing")
             return False
         return True
-
-
-def _mean(points: list[Tensor]) -> tuple[float, float]:
-    """Average loss and accuracy over the steps that were not skipped; NaN if there are none."""
-    loss, accuracy = torch.stack(points).nanmean(dim=0).tolist()
-    return loss, accuracy

@@ -30,7 +30,8 @@ def build_optimizers(
     With "muon", `Muon` updates the weight matrices of the encoder blocks (queries, keys and values
     as separate matrices) and the kernels of the stem, and AdamW (arXiv 1711.05101) everything else,
     including depthwise kernels and the head. Without, one optimizer, see `vit.config.OPTIMIZERS`,
-    updates all parameters that need a gradient. With layer_decay, each layer has its own groups.
+    updates all parameters that need a gradient. With layer_decay (BEiT, arXiv 2106.08254), each
+    layer has its own groups; the patch embedding, tokens and positions come before the first block.
 
     Returns:
         One or two optimizers; each group keeps its peak learning rate as "initial_lr". The first
@@ -57,14 +58,10 @@ def build_optimizers(
             numbers[parameter] = 3 if key.endswith("attn.qkv.weight") else 1
         else:
             others[scale, True].append(parameter)
-    groups: list[dict[str, Any]] = [
-        {
-            "params": others[scale, decays],
-            "weight_decay": settings.weight_decay if decays else 0.0,
-            "initial_lr": scale * settings.lr,
-        }
-        for scale, decays in sorted(others, reverse=True)
-    ]
+    groups: list[dict[str, Any]] = []
+    for scale, decays in sorted(others, reverse=True):
+        decay, peak = settings.weight_decay if decays else 0.0, scale * settings.lr
+        groups.append({"params": others[scale, decays], "weight_decay": decay, "initial_lr": peak})
     make = getattr(torch.optim, spec.name)
     optimizers: list[Optimizer] = [make(groups, lr=settings.lr, **spec.arguments)]
     if matrices:
@@ -78,11 +75,7 @@ def build_optimizers(
 
 
 def _lr_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
-    """Return the learning rate of each parameter relative to the head's (BEiT, arXiv 2106.08254).
-
-    The head has 1, the last block layer_decay, the block before it layer_decay², and so on; the
-    patch embedding, tokens and positions come before the first block.
-    """
+    """Return learning rates relative to the head's: the last block has layer_decay, and so on."""
     from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]  # takes seconds
 
     groups = param_groups_layer_decay(model, layer_decay=layer_decay)
@@ -104,7 +97,7 @@ class Muon(Optimizer):
         lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
         momentum: Decay of the moving average of gradients, 0 to 1.
-        precision: In which matrices are orthogonalized.
+        precision: In which matrices are orthogonalized; bfloat16 is precise enough.
     """
 
     def __init__(
@@ -114,7 +107,7 @@ class Muon(Optimizer):
         lr: float,
         weight_decay: float,
         momentum: float,
-        precision: torch.dtype = torch.bfloat16,
+        precision: torch.dtype,
     ) -> None:
         self.numbers, self.precision = numbers, precision
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -125,11 +118,10 @@ class Muon(Optimizer):
         by_shape = defaultdict[tuple[int, int], list[tuple[nn.Parameter, dict[str, Any]]]](list)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:  # the loss does not depend on it
-                    continue
-                rows = parameter.shape[0] // self.numbers[parameter]
-                columns = parameter.numel() // parameter.shape[0]
-                by_shape[rows, columns].append((parameter, group))
+                if parameter.grad is not None:  # the loss depends on it
+                    rows = parameter.shape[0] // self.numbers[parameter]
+                    columns = parameter.numel() // parameter.shape[0]
+                    by_shape[rows, columns].append((parameter, group))
         for (rows, columns), pairs in by_shape.items():
             ahead = self._look_ahead([parameter for parameter, _ in pairs])
             numbers = [self.numbers[parameter] for parameter, _ in pairs]
@@ -161,10 +153,7 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Bring the singular values of matrices (K, m, n) close to 1 by Newton-Schulz iteration.
-
-    The results are between 0.7 and 1.2; bfloat16 is precise enough.
-    """
+    """Bring singular values of matrices (K, m, n) to between 0.7 and 1.2, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices  # so that the Gram matrix is the smaller one

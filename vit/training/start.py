@@ -5,7 +5,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,11 @@ class Run:
     config: Config
     preprocess: Preprocess
     device: torch.device
-    precision: torch.dtype  # of matrix products, torch.float32 or torch.bfloat16
-    world: World
-    stop: StopRequest
+    precision: torch.dtype = torch.float32  # of matrix products; or torch.bfloat16
+    world: World = World()  # noqa: RUF009
+    stop: StopRequest = field(default_factory=StopRequest)
     checkpoint: Checkpoint | None = None  # the state to resume from
     seconds: float = 0.0  # that have passed of a time budget
-
-    @classmethod
-    def begin(
-        cls, config: Config, device: torch.device, precision: torch.dtype = torch.float32,
-        world: World | None = None, stop: StopRequest | None = None,
-    ) -> "Run":  # fmt: skip
-        """Begin with random weights, in a single process unless a world is given."""
-        preprocess = Preprocess.from_config(config.data)
-        return cls(config, preprocess, device, precision, world or World(), stop or StopRequest())
 
     def starting_from(self, checkpoint: Checkpoint | None, source: Pretrained | None) -> "Run":
         """Begin with a checkpoint or pretrained weights, whose images were normalized alike."""
@@ -94,7 +85,8 @@ def start_run(
         explained(config, stop, overwrite),
         contextlib.ExitStack() as stack,
     ):
-        run, checkpoint = Run.begin(config, device, precision, world, stop), None
+        preprocess, checkpoint = Preprocess.from_config(config.data), None
+        run = Run(config, preprocess, device, precision, world, stop)
         with world.main_first():
             check_processes(config, world.size)
             if world.main:

@@ -1,7 +1,4 @@
-"""Learning from a trained model besides the labels: distillation (arXiv 1503.02531).
-
-Shapes: B batch, C classes, H height, W width.
-"""
+"""Learning from a trained model besides the labels: distillation (arXiv 1503.02531)."""
 
 from dataclasses import dataclass, replace
 
@@ -25,10 +22,7 @@ class Teacher:
     name: str
 
     def mix(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Mix targets with the teacher's probabilities of the classes, both (B, C) float32.
-
-        The images are (B, channels, H, W) float32, normalized and augmented.
-        """
+        """Mix targets (B, C) with the probabilities of normalized images (B, channels, H, W)."""
         probabilities = self.classifier.forward(images).softmax(dim=1)
         return targets.lerp(probabilities, self.fraction)
 
