@@ -1,8 +1,7 @@
 """The command line: flags and YAML files in, checked configs out.
 
-Every value in a file or a flag is text. Files are merged in the order given, flags go on top, and
-the annotations of the configs convert and check the result once. A mistake of the user ends in one
-line on standard error and exit code 2.
+Every value is text until the annotations of the configs convert and check it. A mistake of the user
+ends in one line on standard error and exit code 2.
 """
 
 import argparse
@@ -164,10 +163,8 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         words, run = [run, *words], ""
     name = words.pop(0) if words and not words[0].startswith("-") else "report"
     if name not in COMMANDS:
-        raise ValueError(
-            f"{shorten(name)}: no such command; it must be one of {', '.join(COMMANDS)}"
-            f"{suggest(name, COMMANDS)}"
-        )
+        names = ", ".join(COMMANDS) + suggest(name, COMMANDS)
+        raise ValueError(f"{shorten(name)}: no such command; it must be one of {names}")
     for key in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
         known = RENAMED.get(key, key)
         owners = [command for command in COMMANDS if known in (command, *keys(COMMANDS[command]))]

@@ -190,9 +190,7 @@ class Config:
 Plans: TypeAlias = Mapping[float, Config]  # by the epochs that a time budget has to buy
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Return a config as nested dictionaries of plain values."""
-    return dataclasses.asdict(config)
+to_dict = dataclasses.asdict  # a config as nested dictionaries of plain values
 
 
 def translated(values: Any) -> Any:

@@ -35,10 +35,7 @@ def note(text: str) -> None:
         say(printable(text), sys.stderr)
 
 
-@functools.cache
-def note_once(text: str) -> None:
-    """Print a line as `note` does, once in a process."""
-    note(text)
+note_once = functools.cache(note)  # prints each text once in a process
 
 
 def warn(text: str) -> None:

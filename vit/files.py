@@ -1,9 +1,8 @@
 """Writing files, completely or not at all and never through a link, and checking sealed ones.
 
-A crash of the process or the machine at any moment leaves either the old file or the new one. A
-folder may come from somebody else, and archives keep links: a file is written under a random name,
-where nobody can have put one, and then replaces even a link. A sealed file ends with the SHA-256 of
-its content, so that a single changed bit is detected.
+A crash at any moment leaves either the old file or the new one. A folder from somebody else may
+contain links, so a file is written under a random name and then replaces even a link. A sealed file
+ends with the SHA-256 of its content, so that a single changed bit is detected.
 """
 
 import contextlib

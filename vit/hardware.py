@@ -23,10 +23,8 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device(available[0])
     if name not in available:
-        raise ValueError(
-            f"device: {name} is not available on this machine; it must be auto or "
-            f"{' or '.join(available)}"
-        )
+        names = " or ".join(["auto", *available])
+        raise ValueError(f"device: {name} is not available on this machine; it must be {names}")
     return torch.device(name)
 
 

@@ -101,18 +101,15 @@ def lock_run(run: Path) -> Iterator[None]:
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"out: cannot write to {run} ({error.strerror}); use another --out"
-        ) from None
+        problem = f"cannot write to {run} ({error.strerror})"
+        raise ValueError(f"out: {problem}; use another --out") from None
     path = run / LOCK_FILE
     lock = FileLock(path, blocking=False)
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(
-            f"out: {run} is being written by another process; "
-            "wait for it, stop it, or train in another folder with --out"
-        ) from None
+        advice = "wait for it, stop it, or train in another folder with --out"
+        raise ValueError(f"out: {run} is being written by another process; {advice}") from None
     try:
         yield
     finally:
@@ -159,14 +156,21 @@ def lasting(values: dict[str, Any]) -> dict[str, Any]:
 def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     """Create the run folder and write the config; unless resuming at `step`, delete an earlier run.
 
-    Only files that this project writes are deleted.
+    Only files that this project writes are deleted. Comments in the config list earlier values.
     """
     run = Path(config.out)
     run.mkdir(parents=True, exist_ok=True)
     if not resume:
         for path in written_files(run):
             delete(path)
-    _write_config(config, step, run)
+    values, stored, path, comments = to_dict(config), stored_config(run), run / CONFIG_FILE, []
+    if stored is not None:
+        lines = path.read_text(errors="replace").splitlines()
+        comments = [line for line in lines if line.startswith("#")]
+        if changes := changed_keys(lasting(to_dict(stored)), lasting(values)):
+            comments.append(f"# changed after step {step}: {'; '.join(changes)}")
+    text = "\n".join([*comments, yaml.safe_dump(values, sort_keys=False)])
+    write_atomically(path, text.encode())
     return run
 
 
@@ -181,18 +185,6 @@ def written_files(run: Path) -> list[Path]:
     for folder in {*folders, Path(CHECKPOINT_FOLDER), Path(EVAL_FOLDER)}:
         inside(run, *folder.parts)
     return paths
-
-
-def _write_config(config: Config, step: int, run: Path) -> None:
-    """Write a config, with comments about the changes of a run that is resumed."""
-    values, stored, path, comments = to_dict(config), stored_config(run), run / CONFIG_FILE, []
-    if stored is not None:
-        lines = path.read_text(errors="replace").splitlines()
-        comments = [line for line in lines if line.startswith("#")]
-        if changes := changed_keys(lasting(to_dict(stored)), lasting(values)):
-            comments.append(f"# changed after step {step}: {'; '.join(changes)}")
-    text = "\n".join([*comments, yaml.safe_dump(values, sort_keys=False)])
-    write_atomically(path, text.encode())
 
 
 def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:
@@ -236,10 +228,8 @@ def check_run(
     if not run.exists() or all(any(map(path.match, leftovers)) for path in run.iterdir()):
         return None
     if read_config(run) is None:
-        raise ValueError(
-            f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
-            "use another --out"
-        )
+        files = f"files other than a run, or a run without its {CONFIG_FILE}"
+        raise ValueError(f"out: {run} contains {files}; use another --out")
     written_files(run)  # raises if a link leads out of the run
     if overwrite:
         return None

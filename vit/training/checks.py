@@ -1,7 +1,6 @@
 """What a run is checked for before it reads data or touches its folder.
 
-The model is built on torch's "meta" device, where tensors have shapes but no values, so that
-building it and passing images through it takes no time.
+The model is built on torch's "meta" device, where tensors have no values and take no time.
 """
 
 import math
@@ -22,7 +21,7 @@ from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
 from vit.model.variants import check_attention, is_edited
-from vit.settings import check, require
+from vit.settings import check
 from vit.training.schedule import scaled_size
 
 CLASSES = 10  # any number does
@@ -37,10 +36,8 @@ def check_config(config: Config) -> None:
     out, root = Path(config.out).resolve(), Path(config.data.root).resolve()
     inside = config.data.name == "folder" and out.is_relative_to(root)
     if inside and len(find_parts(root)) == 1:
-        raise ValueError(
-            f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
-            "class; choose another --out"
-        )
+        place = f"data.root={config.data.root}, where every folder is a class"
+        raise ValueError(f"out: {config.out} is inside {place}; choose another --out")
     model, train, preprocess = config.model, config.train, Preprocess.from_config(config.data)
     if model.name != "vit":
         _check_timm(config, preprocess)
@@ -67,12 +64,12 @@ def warn_of_seen_images(
     It was trained with the config `other`, on the user's files with the fingerprint `files`, if
     any; the run has the config `own`.
     """
-    differ = other.data.name == own.data.name and files not in ("", training.fingerprint)
-    if differ or may_have_seen(other, own):
+    files_differ = other.data.name == own.data.name and files not in ("", training.fingerprint)
+    if files_differ or may_have_seen(other, own):
         split = "another data.val_size, data.test_fraction or train.seed"
         warn(
-            f"{key}: {name} was trained with {'other files' if differ else split}, and may have "
-            "seen images that this run holds out, whose accuracy would be too high"
+            f"{key}: {name} was trained with {'other files' if files_differ else split}, and may "
+            "have seen images that this run holds out, whose accuracy would be too high"
         )
 
 
@@ -91,15 +88,12 @@ def check_processes(config: Config, processes: int) -> None:
     Raises:
         ValueError: Another number was started, or a batch cannot be divided into that many parts.
     """
-    train = config.train
-    require(
-        train.processes in (None, processes),
-        "train.processes",
-        train.processes,
+    train, parts = config.train, config.train.accumulate * processes
+    allowed = (
         f"null or {processes} here: train.py starts processes, a call of train from Python does "
-        "not, and torchrun takes the number from its own command line",
+        "not, and torchrun takes the number from its own command line"
     )
-    parts = train.accumulate * processes
+    check(train, "processes", train.processes in (None, processes), allowed)
     if train.batch_size % parts:
         raise ValueError(
             f"train.batch_size: {train.batch_size} cannot be divided among {processes} processes "

@@ -36,8 +36,8 @@ def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
 
     Several accelerators average gradients in the backward pass of the returned step.
     """
-    checkpoint, world, choice = run.checkpoint, run.world, run.config.train.compile
-    began = None if checkpoint is None else checkpoint.environment.get("compiled")
+    world, choice = run.world, run.config.train.compile
+    began = run.checkpoint and run.checkpoint.environment.get("compiled")
     with world.main_first():
         wanted = choose_compilation(choice, began, run.device, run.precision, steps)
     wanted = world.agree(wanted)

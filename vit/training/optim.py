@@ -136,8 +136,9 @@ class Muon(Optimizer):
         """Return the Nesterov momentum of parameters: whole matrices (K, m, n) in `precision`."""
         gradients, averages = [], []
         for parameter in parameters:
-            gradient = _as_matrix(to_local(parameter.grad))
-            state = self.state[parameter]
+            gradient, state = to_local(parameter.grad), self.state[parameter]
+            if gradient.ndim == 4:  # kernels (D, C, h, w) are matrices whose channels vary fastest
+                gradient = gradient.permute(0, 2, 3, 1).flatten(1)
             if not state:
                 state["momentum_buffer"] = _as_part(torch.zeros_like(gradient), parameter)
             gradients.append(gradient)
@@ -163,11 +164,6 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         odd = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, odd, x, beta=a)
     return x.mT if tall else x
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    """Return (D, E), or kernels (D, C, h, w), as a matrix with D rows; channels vary fastest."""
-    return tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
 
 
 def _as_part(matrix: Tensor, parameter: nn.Parameter) -> Tensor:

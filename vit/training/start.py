@@ -70,7 +70,6 @@ def start_run(
     """Connect the processes, lock the run folder and decide whether to start or to resume.
 
     Nothing is deleted yet. Signals, divergence and a lack of memory end the run with a message.
-    Arguments are those of `vit.commands.train.train`, and the pretrained weights of a new run.
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not

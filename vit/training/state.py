@@ -136,8 +136,7 @@ def build_state(
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
-    The first kernels are whitened from a sample of training images (B, channels, H, W) uint8, if
-    any. Pretrained weights are given by name.
+    A sample of training images (B, channels, H, W) uint8 whitens the first kernels.
     """
     config, world, device = run.config, run.world, run.device
     torch.manual_seed(fold_in(config.train.seed, "init"))
