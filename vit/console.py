@@ -24,7 +24,7 @@ def say(text: str, file: TextIO | None = None) -> None:
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"
     lines = "\n".join(map(_escaped, text.split("\n"))).encode(encoding, "backslashreplace")
-    with contextlib.suppress(OSError, AttributeError):  # there is none if it was closed
+    with contextlib.suppress(OSError, AttributeError):  # None if it was closed
         tqdm.write(lines.decode(encoding), file=file)
         file.flush()
 

@@ -29,7 +29,7 @@ def on_cores(count: int) -> Iterator[None]:
 
 
 def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
-    """Apply a function to items, as many at a time as there are threads; return results in order.
+    """Apply a function to items, each thread to one at a time; return the results in order.
 
     Each thread computes on one core; a single one is the calling thread, with all of its cores. At
     most two items per thread are in memory, and the calling thread takes them from their iterator.

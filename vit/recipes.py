@@ -70,10 +70,10 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
     parts = [*(_at_epochs(file, -1) for file in files), flags]
     config = _with_data_set(parts)
     if config.data.name != "cifar10" and not any("out" in part for part in parts):
-        place = Path(config.data.root)
-        name = place.resolve().stem if config.data.name == "table" else place.resolve().name
-        own = config.data.spec.own_files and name
-        config = dataclasses.replace(config, out=f"runs/{own or config.data.name}")
+        root = Path(config.data.root).resolve()
+        name = root.stem if config.data.name == "table" else root.name
+        name = (config.data.spec.own_files and name) or config.data.name
+        config = dataclasses.replace(config, out=f"runs/{name}")
     plans = {}
     for epochs in sorted({float(start) for file in files for start in file.get("budgets", {})}):
         values = _merge([*(_at_epochs(file, epochs) for file in files), flags])

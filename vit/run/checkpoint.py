@@ -166,16 +166,16 @@ def _read_file(path: Path) -> dict[Any, Any]:
         data = require_file(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    content, state = unseal(data), None
+    unsealed, state = unseal(data), None
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # foreign files raise all kinds
         warnings.simplefilter("ignore")  # torch warns about foreign pickles
-        file = io.BytesIO(data if content is None else content)
+        file = io.BytesIO(data if unsealed is None else unsealed)
         state = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint, or is damaged")
     if not {"step", "config", "classes", "model"} <= state.keys():
         raise ValueError(f"{path} is not a checkpoint of this project{FOREIGN}")
-    if content is None:
+    if unsealed is None:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
     return state
 

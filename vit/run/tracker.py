@@ -40,12 +40,10 @@ def picture_tag(tag: str) -> str:
 
 
 def milestones(total_steps: int, count: int) -> list[int]:
-    """Return the steps at which attention is logged: the last, 0, and steps in between.
-
-    They are at most `count`, and denser at the start, where attention changes fastest.
-    """
+    """Return at most `count` steps at which attention is logged: the last, 0, and steps between."""
     if count == 1:
         return [total_steps]
+    # They are denser at the start, where attention changes fastest.
     return sorted({round(total_steps * (n / (count - 1)) ** 2) for n in range(count)})
 
 
@@ -64,8 +62,8 @@ class Tracker:
     def __init__(self, run: Path, step: int = 0) -> None:
         path = run / METRICS_FILE
         lines = require_file(path).read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-        write_atomically(path, b"".join(kept))  # also so that the file is no link
+        lines = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+        write_atomically(path, b"".join(lines))  # also so that the file is no link
         self._metrics = path.open("ab", buffering=0)
         self._pending = b""  # lines not yet in the file
         self._run = run

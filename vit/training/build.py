@@ -66,7 +66,11 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
             f"train.epochs: {run.config.train.epochs} are {total_steps:,} steps, but the run in "
             f"{run.config.out} has already made {state.step:,}; use more epochs"
         )
-    _shorten_averages(state.model, total_steps)
+    # In a short run, the running statistics of batch norm have to forget their initial values. With
+    # torch's momentum of 0.1, these would still count 28% after 12 steps.
+    for module in state.model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
+            module.momentum = max(module.momentum, min(1.0, 1 / (MEMORY * total_steps)))
     schedule = dataclasses.replace(step.schedule, total_steps=total_steps)
     return dataclasses.replace(step, schedule=schedule)
 
@@ -139,10 +143,7 @@ def _fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int)
 
 
 def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
-    """Time steps of each phase of a run; return the mean over the whole run, in seconds per step.
-
-    Decoding images during training counts where it is slower. This changes the state.
-    """
+    """Return the mean seconds per step of a whole run, timed in each phase; changes the state."""
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not the batch that each worker has in advance
         ahead = step.world.agree(training.images.num_workers)
@@ -163,11 +164,3 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
         result.sum().item()
         seconds += phase.fraction * (time.perf_counter() - begin) / timed
     return seconds
-
-
-def _shorten_averages(model: nn.Module, total_steps: int) -> None:
-    """Let the running statistics of batch norm forget their initial values in a short run."""
-    # With torch's momentum of 0.1, initial values would still count 28% after 12 steps.
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
-            module.momentum = max(module.momentum, min(1.0, 1 / (MEMORY * total_steps)))

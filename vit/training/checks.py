@@ -34,8 +34,8 @@ def check_config(config: Config) -> None:
         ValueError: The run is inside the data, or the model cannot be built for the images.
     """
     out, root = Path(config.out).resolve(), Path(config.data.root).resolve()
-    inside = config.data.name == "folder" and out.is_relative_to(root)
-    if inside and len(find_parts(root)) == 1:
+    is_inside = config.data.name == "folder" and out.is_relative_to(root)
+    if is_inside and len(find_parts(root)) == 1:
         place = f"data.root={config.data.root}, where every folder is a class"
         raise ValueError(f"out: {config.out} is inside {place}; choose another --out")
     model, train, preprocess = config.model, config.train, Preprocess.from_config(config.data)

@@ -32,12 +32,9 @@ CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does no
 
 
 def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
-    """Compile the model of a step if the run is long enough to benefit; all processes do the same.
-
-    Several accelerators average gradients in the backward pass of the returned step.
-    """
+    """Compile a step if the run is long enough to benefit; accelerators average gradients in it."""
     world, choice = run.world, run.config.train.compile
-    began = run.checkpoint and run.checkpoint.environment.get("compiled")
+    began = None if run.checkpoint is None else run.checkpoint.environment.get("compiled")
     with world.main_first():
         wanted = choose_compilation(choice, began, run.device, run.precision, steps)
     wanted = world.agree(wanted)

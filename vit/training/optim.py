@@ -148,8 +148,8 @@ class Muon(Optimizer):
         ahead = torch._foreach_lerp(gradients, averages, momentum)
         matrices: list[Tensor] = []
         for part, parameter in zip(ahead, parameters, strict=True):
-            whole = to_full(_as_part(part.to(self.precision), parameter))
-            matrices += whole.chunk(self.numbers[parameter])
+            stack = to_full(_as_part(part.to(self.precision), parameter))
+            matrices += stack.chunk(self.numbers[parameter])
         return torch.stack(matrices)
 
 

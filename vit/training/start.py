@@ -155,5 +155,5 @@ def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
     parts = settings.batch_size // settings.accumulate
     group = 2 if config.augment.mixes else 1  # images that one process needs together
     most, size = min(cores, parts // FEWEST_IMAGES), settings.batch_size
-    fitting = (n for n in range(1, most + 1) if parts % n == 0 and size // n % group == 0)
-    return max(fitting, default=1)
+    counts = (n for n in range(1, most + 1) if parts % n == 0 and size // n % group == 0)
+    return max(counts, default=1)

@@ -145,7 +145,7 @@ def build_state(
         first = image_conv(model, run.preprocess.channels)
         assert first is not None, "vit.training.checks refuses it"
         whiten(first, run.preprocess.normalize(sample))
-    if weights is not None:  # without those of a new head
+    if weights is not None:  # a new head has none
         model.load_state_dict(weights, strict=False)
     frozen = config.train.freeze == "backbone"
     if frozen:

@@ -54,9 +54,7 @@ class TrainingStep:
     compiled: bool = False  # whether `forward` is
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Train on this process's part of a batch.
-
-        Images (B, channels, H, W) uint8 and labels (B,) int64 are on the device.
+        """Train on a process's images (B, channels, H, W) uint8 and labels (B,) int64 of a batch.
 
         Returns:
             (2,): mean loss and accuracy over all processes, on the device; NaN if the step was
@@ -71,10 +69,7 @@ class TrainingStep:
         return self.update(inputs, targets)
 
     def batches(self, training: ImageSet, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this process's part of batches of images, or of their features, and the labels.
-
-        The indices (steps, B) int64 are those of whole batches.
-        """
+        """Yield this process's images, or their features, and labels for indices (steps, B)."""
         if self.features is not None:
             training = replace(training, images=self.features)
         return training.batches(self.world.part(indices.T).T)
