@@ -66,7 +66,7 @@ def loop_of(
 ) -> Loop:
     """Build the loop of a run without logs, resumed if it has a checkpoint."""
     Path(config.out).mkdir(exist_ok=True)
-    return make_loop(config, world=world, stop=stop, precision=precision)
+    return make_loop(config, world=world, stop=stop or StopRequest(), precision=precision)
 
 
 def keep_losses(loop: Loop) -> dict[int, Tensor]:
