@@ -32,10 +32,8 @@ class Calibration:
     energies: list[float] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
-        lengths = {len(self.quantiles.get(kind, ())) for kind in ("lac", "raps")}
-        require(
-            len(lengths) == 1, "quantiles", self.quantiles, "lists for lac and raps of one length"
-        )
+        equal = len({len(self.quantiles.get(kind, ())) for kind in ("lac", "raps")}) == 1
+        require(equal, "quantiles", self.quantiles, "lists for lac and raps of one length")
 
     @classmethod
     def fit(cls, logits: Tensor, labels: Tensor) -> "Calibration":
@@ -48,9 +46,8 @@ class Calibration:
             # Six digits, rounded up, keep the file small.
             chosen = [ordered[rank - 1] for rank in ranks if rank <= count]
             quantiles[kind] = [math.ceil(1e6 * score) / 1e6 for score in chosen]
-        sorted_energies = energy(logits).sort().values
         evenly = torch.linspace(0, count - 1, min(count, LEVELS)).round().long()
-        energies = [round(value, 4) for value in sorted_energies[evenly].tolist()]
+        energies = [round(value, 4) for value in energy(logits).sort().values[evenly].tolist()]
         return cls(count, fit_temperature(logits, labels), quantiles, energies)
 
     def familiarity(self, logits: Tensor) -> Tensor:
@@ -59,10 +56,9 @@ class Calibration:
         It is below 5% for about 5% of images like the held-out ones, and for more of images of no
         class: a conformal p-value (arXiv 2104.08279) with `energy` as score. Logits are as trained.
         """
-        below = torch.searchsorted(
-            torch.tensor(self.energies, dtype=torch.float64), energy(logits), right=True
-        )
-        return (below + 1) / (len(self.energies) + 1)
+        energies = torch.tensor(self.energies, dtype=torch.float64)
+        below = torch.searchsorted(energies, energy(logits), right=True)
+        return (below + 1) / (len(energies) + 1)
 
     def sets(self, logits: Tensor, uniform: Tensor, coverage: float) -> dict[str, Tensor]:
         """Return sets of classes that contain the true one with at least some probability.
@@ -72,13 +68,11 @@ class Calibration:
         Args:
             logits: (N, C), as trained.
             uniform: (N,), random, 0 to 1, see `set_scores`.
-            coverage: The probability, above 0 and below 1, rounded up to thousandths.
+            coverage: The probability, above 0 and below 1, rounded up to thousandths; ValueError if
+                there were too few held-out images for it.
 
         Returns:
             For each kind of `set_scores`, which classes are in the sets, (N, C) bool.
-
-        Raises:
-            ValueError: There were too few held-out images for this coverage.
         """
         level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles.get("lac", ()))
         if level > most:
@@ -108,7 +102,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     logits = logits - logits.mean(dim=1, keepdim=True)  # so that the rest of the target adds 0
     target = (len(labels) + 1) / (len(labels) + 2)
     wanted = target * logits.gather(1, labels[:, None]).mean()
-    low, high = -math.log(HOTTEST), math.log(HOTTEST)  # of log 1/T
+    low, high = -math.log(HOTTEST), math.log(HOTTEST)  # bounds of log 1/T
     for _ in range(50):
         middle = (low + high) / 2
         expected = ((logits * math.exp(middle)).softmax(dim=1) * logits).sum(dim=1).mean()

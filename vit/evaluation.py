@@ -62,9 +62,9 @@ class Setup:
 class Validation:
     """Evaluator that measures loss and accuracy on the held-out images after each epoch.
 
-    They have their full size, also where training has smaller images; then batch norm gets the
-    statistics of training images of full size first. If only the head of the model changes, what it
-    gets is computed once.
+    They have their full size. Where training has smaller images, batch norm first gets the
+    statistics of training images of full size. If only the head is trained, its input is computed
+    once.
     """
 
     name = "validation"
@@ -72,15 +72,17 @@ class Validation:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.images = setup, setup.held_out
         self.steps: Container[int] = setup.epoch_ends if len(setup.held_out) else ()
-        self.frozen = setup.config.train.freeze == "backbone"
-        self._features: Tensor | None = None
+        self._features: Tensor | None = None  # of the held-out images
 
     def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield val/loss (nats) and val/accuracy (0 to 1)."""
         model: Any = classifier.model
         head = model.get_classifier()  # ours and timm's have this method
-        if self.frozen and isinstance(head, nn.Linear):
-            logits = self._classify_features(classifier, head).cpu()
+        if self.setup.config.train.freeze == "backbone" and isinstance(head, nn.Linear):
+            if self._features is None:
+                self._features = classifier.features(self.images)
+            with torch.no_grad(), autocast(classifier.device, classifier.precision):
+                logits = head(self._features).float().cpu()
             result = report(logits, self.images.labels.cpu(), self.images.classes)
         else:
             if self.setup.size_of(step - 1) != self.setup.preprocess.image_size:
@@ -93,14 +95,6 @@ class Validation:
     def _sample(self) -> ImageSet:
         training, seed = self.setup.training, self.setup.config.train.seed
         return choose_images(training, SAMPLE, seed, "batch norm").resized(self.setup.preprocess)
-
-    @torch.no_grad()
-    def _classify_features(self, classifier: Classifier, head: nn.Linear) -> Tensor:
-        """Return logits (N, C) of the features of the first call."""
-        if self._features is None:
-            self._features = classifier.features(self.images)
-        with autocast(classifier.device, classifier.precision):
-            return head(self._features).float()
 
 
 @torch.no_grad()
@@ -146,14 +140,15 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
         top5_accuracy_95, balanced_accuracy (mean recall of the classes that have images), macro_f1
         (mean F1 score of the classes that have images or predictions), loss (cross entropy, nats),
         ece (0 to 1), per_class (recall and precision with their intervals, and n, by class name),
-        confusion_matrix (C rows of true classes, C columns of predicted ones, counts) and
-        reliability (see `reliability`). For the intervals of the others see `intervals`.
+        confusion_matrix (counts: C true classes, C predicted ones) and reliability, see
+        `reliability`. For the other intervals see `intervals`.
     """
     count, num_classes = logits.shape
     predicted = logits.argmax(dim=1)
     confusion = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
     confusion = confusion.view(num_classes, num_classes)
     hits, true, guessed = confusion.diag(), confusion.sum(dim=1), confusion.sum(dim=0)
+    counts = torch.stack([hits, true, guessed], dim=1).tolist()
     top = logits.topk(min(5, num_classes), dim=1).indices
     bins = reliability(logits.softmax(dim=1), labels)
     recall, f1 = _means_of_classes(hits.double(), true, guessed).tolist()
@@ -166,10 +161,8 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
         **fraction("top5_accuracy", int((top == labels[:, None]).sum()), count),
         "ece": sum(b["n"] * abs(b["accuracy"] - b["confidence"]) for b in bins) / count,
         "per_class": {
-            name: {**fraction("recall", hit, n), **fraction("precision", hit, g), "n": n}
-            for name, hit, n, g in zip(
-                classes, hits.tolist(), true.tolist(), guessed.tolist(), strict=True
-            )
+            name: {**fraction("recall", hit, n), **fraction("precision", hit, guess), "n": n}
+            for name, (hit, n, guess) in zip(classes, counts, strict=True)
         },
         "confusion_matrix": confusion.tolist(),
         "reliability": bins,
@@ -184,8 +177,8 @@ def _means_of_classes(hits: Tensor, true: Tensor, guessed: Tensor) -> Tensor:
 def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
     """Return loss_95, ece_95, balanced_accuracy_95 and macro_f1_95 by bootstrap, as for `report`.
 
-    Noise makes the calibration error of a sample too large, all the more in bootstrap samples. So
-    its interval is reflected at the estimate, and reaches 0 unless the estimate exceeds that of
+    Noise makes the calibration error of a sample too large, even more so in bootstrap samples. So
+    its interval is reflected at the estimate, and reaches 0 unless the estimate exceeds the one of
     most equally confident models that are perfectly calibrated.
     """
     count, num_classes = logits.shape
@@ -198,7 +191,7 @@ def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
     def measure(weights: Tensor) -> Tensor:
         errors = torch.stack([weights @ losses, (weights @ gaps).abs().sum()]) / count
         pairs = ((labels, weights * right), (labels, weights), (predicted, weights))
-        counts = (where.bincount(each, num_classes) for where, each in pairs)
+        counts = (classes.bincount(values, num_classes) for classes, values in pairs)
         return torch.cat([errors, _means_of_classes(*counts)])
 
     loss, (low, high), *of_classes = bootstrap(measure, count).tolist()
@@ -211,8 +204,8 @@ def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
         interval_of_mean(mean, (above - below) / (2 * Z), count)
         for mean, (below, above) in zip(means, of_classes, strict=True)
     )
-    found = {"loss_95": loss, "ece_95": (lowest, max(0.0, 2 * ece - low))}
-    return {**found, "balanced_accuracy_95": recall, "macro_f1_95": f1}
+    errors = {"loss_95": loss, "ece_95": (lowest, max(0.0, 2 * ece - low))}
+    return errors | {"balanced_accuracy_95": recall, "macro_f1_95": f1}
 
 
 def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
@@ -224,13 +217,13 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
         For each bin that contains images: n, mean confidence, accuracy, and accuracy_95.
     """
     confidence, predicted = probabilities.max(dim=1)
-    right, where, bins = predicted == labels, bin_of(confidence), []
-    for number in where.unique().tolist():
-        inside = where == number
+    right, bins, rows = predicted == labels, bin_of(confidence), []
+    for number in bins.unique().tolist():
+        inside = bins == number
         hits, count = int((right & inside).sum()), int(inside.sum())
         mean = confidence[inside].double().mean().item()
-        bins.append({"n": count, "confidence": mean, **fraction("accuracy", hits, count)})
-    return bins
+        rows.append({"n": count, "confidence": mean, **fraction("accuracy", hits, count)})
+    return rows
 
 
 def bin_of(confidence: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ RESAMPLES = 1000  # of the bootstrap
 
 
 def mean_interval(values: Tensor) -> tuple[float, float]:
-    """Return the mean of values (B,) and half its normal 95% interval, NaN for a single value."""
+    """Return the mean of values (N,) and half its normal 95% interval, NaN for a single value."""
     values = values.cpu().double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return values.mean().item(), Z * spread / math.sqrt(len(values))
@@ -28,8 +28,9 @@ def mean_interval(values: Tensor) -> tuple[float, float]:
 
 def fraction(name: str, part: int, total: int) -> dict[str, Any]:
     """Return a fraction and its 95% interval by name; None if there is nothing to divide by."""
-    known = (part / total, wilson_interval(part, total)) if total else (None, None)
-    return dict(zip((name, f"{name}_95"), known, strict=True))
+    if not total:
+        return {name: None, f"{name}_95": None}
+    return {name: part / total, f"{name}_95": wilson_interval(part, total)}
 
 
 def average(name: str, values: Tensor) -> dict[str, Any]:
@@ -64,28 +65,26 @@ def bootstrap(measure: Callable[..., Tensor], *sizes: int) -> Tensor:
     random, samples = generator(0, "bootstrap"), []
     for _ in range(RESAMPLES):
         drawn = [torch.randint(size, (size,), generator=random) for size in sizes]
-        samples.append(measure(*(d.bincount(minlength=len(d)).double() for d in drawn)))
+        samples.append(measure(*(part.bincount(minlength=len(part)).double() for part in drawn)))
     points = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return torch.stack(samples).quantile(points, dim=0).T
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Test whether two classifiers differ, of which each alone is right on some images.
+    """Return the p-value of McNemar's exact test (1947) from images that only one model gets right.
 
-    Returns:
-        The p-value (McNemar 1947, exact): the probability of a split at least as uneven if both
-        were equally good.
+    It is the probability of a split at least as uneven if both models were equally good.
     """
-    tries, fewer = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(tries, k) for k in range(fewer + 1))
-    return min(1.0, 2 * tail / 2**tries)
+    count, fewer = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(count, k) for k in range(fewer + 1))
+    return min(1.0, 2 * tail / 2**count)
 
 
 def student(name: str, *samples: Tensor) -> tuple[dict[str, Any], float | None]:
     """Return a mean, or the difference of two, with its 95% interval by name, and its p-value.
 
-    It is that of a mean of 0 in Student's t-test, or Welch's. Samples are (N,); interval and
-    p-value are None if one has a single value, or if none varies.
+    Student's t-test, or Welch's, tests for a mean of 0. Samples are (N,); interval and p-value are
+    None if a sample has a single value, or if none varies.
     """
     mean = samples[0].mean().item() - sum(sample.mean().item() for sample in samples[1:])
     squares = [s.var().item() / len(s) if len(s) > 1 else math.nan for s in samples]

@@ -40,7 +40,9 @@ MOST_MOVED = 8  # images listed
 LONGEST_NAME = 40  # characters of a model's name, and of all names in that of a folder
 CALLED = ("depth", "embed_dim", "patch_size", "attention")  # what a ViT is always called by
 Maps: TypeAlias = Tensor | None
-MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy", "balanced_accuracy_95")
+MEASURES = (
+    "accuracy", "accuracy_95", "balanced_accuracy", "balanced_accuracy_95", "images_per_second"
+)  # fmt: skip
 
 
 def run(name: str, options: CompareConfig) -> None:
@@ -52,28 +54,33 @@ def run(name: str, options: CompareConfig) -> None:
     """
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
-    given = [name, *options.others, *options.against]
-    models = [load_run(one, options.device, options.precision) for one in given]
+    runs = [name, *options.others, *options.against]
+    models = [load_run(run, options.device, options.precision) for run in runs]
     first = models[0]
     paths = [saved.path.resolve() for saved in models]
-    if twice := [str(path) for path in paths if paths.count(path) > 1]:
-        raise ValueError(f"compare: {twice[0]} is given twice; name each run once")
+    if repeated := [path for path in paths if paths.count(path) > 1]:
+        raise ValueError(f"compare: {repeated[0]} is given twice; name each run once")
     tests = [_load_test(saved, first, options.data.root) for saved in models]
     names = [printable(saved.name).replace("\\", "_")[:LONGEST_NAME] for saved in models]
     if len({*names}) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names, start=1)]
-    folder = _own_folder(first, given, names, options)
+    folder = _own_folder(first, runs, names, options)
     folder.mkdir(parents=True, exist_ok=True)
     say("\n".join(saved.describe() for saved in models))
     rows: list[dict[str, Any]] = []
     right, maps = [], []
     architectures = name_architectures([saved.config.model for saved in models])
     for name, architecture, saved, test in zip(names, architectures, models, tests, strict=True):
+        labels = test.labels.cpu()
         result, logits = evaluate(saved, test, options.batch_size)
-        result |= intervals(logits, test.labels.cpu())
-        measured = {key: result[key] for key in (*MEASURES, "images_per_second")}
-        rows.append({"name": name, **_describe(saved, architecture), **measured})
-        right.append(logits.argmax(dim=1) == test.labels.cpu())
+        result |= intervals(logits, labels)
+        rows.append({
+            "name": name, "path": str(saved.path), "architecture": architecture,
+            "parameters": sum(p.numel() for p in saved.model.parameters()),
+            "seed": saved.config.train.seed, "steps": saved.step, "finished": saved.finished,
+            **{key: result[key] for key in MEASURES},
+        })  # fmt: skip
+        right.append(logits.argmax(dim=1) == labels)
         maps.append(_rollouts(saved, test, options.batch_size))
         if len(rows) > 1:
             rows[-1] |= differences(right[0], maps[0], right[-1], maps[-1], test)
@@ -81,7 +88,7 @@ def run(name: str, options: CompareConfig) -> None:
         "data": first.config.data.name,
         "images": len(tests[0]),
         "options": dataclasses.asdict(options),
-        "hardware": f"{describe(first.device)}, {str(first.precision)[len('torch.') :]}",
+        "hardware": f"{describe(first.device)}, {str(first.precision).removeprefix('torch.')}",
         "models": rows,
     }
     text = as_text(content)
@@ -90,11 +97,10 @@ def run(name: str, options: CompareConfig) -> None:
         text += f"\n\n{table}"
     say(f"\n{text}")
     if options.corruptions:
-        pairs = [(saved, test) for saved, test in zip(models, tests, strict=True)]
-        corrupted = compare_corrupted(
-            dict(zip(names, pairs, strict=True)), folder, options.seed, options.batch_size
+        pairs = dict(zip(names, zip(models, tests, strict=True), strict=True))
+        content["corruptions"], table = compare_corrupted(
+            pairs, folder, options.seed, options.batch_size
         )
-        content["corruptions"], table = corrupted
         say(f"\n{table}")
         text += f"\n\n{table}"
     write_atomically(folder / "comparison.md", f"{text}\n".encode())
@@ -103,11 +109,11 @@ def run(name: str, options: CompareConfig) -> None:
 
 
 def _own_folder(
-    first: SavedModel, given: Sequence[str], names: Sequence[str], options: CompareConfig
+    first: SavedModel, runs: Sequence[str], names: Sequence[str], options: CompareConfig
 ) -> Path:
-    """Return the folder of this comparison, which is that of the same models and data alone."""
-    compared = [Path(one) if one else None for one in (*given, options.data.root)]
-    places = [str(one.resolve() if one and one.exists() else one) for one in compared]
+    """Return the folder for results, which depends on all models and the data."""
+    compared = [Path(path) if path else None for path in (*runs, options.data.root)]
+    places = [str(path.resolve() if path and path.exists() else path) for path in compared]
     places += [str(len(options.others))] if options.against else []
     digest = hashlib.sha256("\0".join(places).encode(errors="surrogateescape")).hexdigest()[:8]
     name = f"compare_{'_'.join(names[1:])[:LONGEST_NAME]}_{digest}"  # file systems allow 255 bytes
@@ -128,29 +134,25 @@ def _compare_groups(
         for saved in others:
             changes = changed_keys(to_dict(first.config), to_dict(saved.config))
             if more := [key for key in changes if not key.startswith(("out: ", "train.seed: "))]:
-                what = f"{saved.path} differs from {first.path} in more than the seed"
-                notes.append(f"{what}: {shorten('; '.join(more), 200)}")
-        own = sorted((row["seed"], row["name"], row["accuracy"]) for row in rows[part])
-        seeds, names, values = zip(*own, strict=True)
+                both = f"{saved.path} differs from {first.path} in more than the seed"
+                notes.append(f"{both}: {shorten('; '.join(more), 200)}")
+        runs = sorted((row["seed"], row["name"], row["accuracy"]) for row in rows[part])
+        seeds, names, values = zip(*runs, strict=True)
         samples.append(torch.tensor(values, dtype=torch.float64))
         groups.append({"runs": names, "seeds": seeds, **student("accuracy", samples[-1])[0]})
         mean = with_interval(groups[-1], "accuracy", ".2%")
         table.append([title, f"{len(names)}: {', '.join(names)}", mean])
     paired = groups[0]["seeds"] == seeds and len({*seeds}) == size
-    found, p = student("accuracy", *([samples[0] - samples[1]] if paired else samples))
-    table.append(["first - second", "–", with_interval(found, "accuracy", ".2%")])
+    difference, p = student("accuracy", *([samples[0] - samples[1]] if paired else samples))
+    table.append(["first - second", "–", with_interval(difference, "accuracy", ".2%")])
     test = "paired t-test over seeds" if paired else "Welch's t-test"
-    content = {"groups": groups, "difference": {**found, "p": p, "test": test}, "notes": notes}
+    content = {"groups": groups, "difference": {**difference, "p": p, "test": test}, "notes": notes}
     result = "no test: one run, or no variation" if p is None else f"{test}: p = {p:.2g}"
     return content, "\n\n".join([markdown_table(table), *map(markdown, (result, *notes))])
 
 
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
-    """Load the test images of the first model in the size of a model.
-
-    Raises:
-        ValueError: The models have different data or classes, or the images cannot be read.
-    """
+    """Load the first model's test images for a model; ValueError if data or classes differ."""
     data = first.config.data
     if saved.config.data.name != data.name:
         raise ValueError(
@@ -169,31 +171,19 @@ def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Maps:
         return None
     parts = test.parts(batch_size)
     maps = (classifier.maps(part, precision=classifier.precision)[1]["rollout"] for part in parts)
-    uniform = torch.cat([found.cpu() for found in maps])
+    uniform = torch.cat([part.cpu() for part in maps])
     prefix = require_attention(classifier.model).num_prefix_tokens
     return uniform / (prefix + uniform[0].numel())
-
-
-def _describe(saved: SavedModel, architecture: str) -> dict[str, Any]:
-    """Return what the table and comparison.json say about a model besides measures."""
-    return {
-        "path": str(saved.path),
-        "architecture": architecture,
-        "parameters": sum(p.numel() for p in saved.model.parameters()),
-        "seed": saved.config.train.seed,
-        "steps": saved.step,
-        "finished": saved.finished,
-    }
 
 
 def name_architectures(models: Sequence[ModelConfig]) -> list[str]:
     """Name each architecture, with all settings in which others of its name differ from it."""
     names = []
     for name, own in ((model.name, vars(model)) for model in models):
-        alike = [vars(other) for other in models if other.name == name]
-        shown = [key for key in own if any(own[key] != other[key] for other in alike)]
-        shown = [key for key in own if key in shown or (name == "vit" and key in CALLED)]
-        names.append(", ".join([name, *(f"{key}={shorten(own[key])}" for key in shown)]))
+        others = [vars(other) for other in models if other.name == name]
+        differing = {key for key in own if any(own[key] != other[key] for other in others)}
+        shown = differing.union(CALLED if name == "vit" else ())
+        names.append(", ".join([name, *(f"{k}={shorten(own[k])}" for k in own if k in shown)]))
     return names
 
 
@@ -204,21 +194,21 @@ def differences(
 
     Returns:
         only_right, the numbers of images that only the first and only the other classifies
-        correctly; mcnemar_p, see `vit.evaluation.mcnemar`; and if both have maps, moved_attention,
+        correctly; mcnemar_p, see `vit.intervals.mcnemar`; and if both have maps, moved_attention,
         the mean fraction of the attention, 0 to 1, that is elsewhere, with its 95% interval
         moved_attention_95, and most_moved, the images where it is largest. Places are the patches
         of the finer grid, and class token and registers together.
     """
     only = [int((right & ~right_other).sum()), int((right_other & ~right).sum())]
-    found = {"only_right": only, "mcnemar_p": mcnemar(*only)}
+    result = {"only_right": only, "mcnemar_p": mcnemar(*only)}
     if maps is None or maps_other is None:
-        return found
+        return result
     rows, columns = map(max, maps.shape[1:], maps_other.shape[1:])
     more = _divide(maps, rows, columns) - _divide(maps_other, rows, columns)
     moved = (more.abs().sum(dim=(1, 2)) + more.sum(dim=(1, 2)).abs()) / 2
     most = moved.argsort(descending=True)[:MOST_MOVED].tolist()
     listed = [{**test.entry(index), "moved": moved[index].item()} for index in most]
-    return {**found, **average("moved_attention", moved), "most_moved": listed}
+    return {**result, **average("moved_attention", moved), "most_moved": listed}
 
 
 def _divide(maps: Tensor, rows: int, columns: int) -> Tensor:
@@ -234,10 +224,10 @@ def _divide(maps: Tensor, rows: int, columns: int) -> Tensor:
 
 def as_text(content: dict[str, Any]) -> str:
     """Format what comparison.json says as a table in Markdown."""
-    first, *others = content["models"]
+    first = content["models"][0]["name"]
     heads = ["model", "architecture", "parameters", "steps", "accuracy (95% interval)"]
-    heads += ["mean recall", "images/s", "right alone", f"p against {first['name']}"]
-    rows, own = [[*heads, "attention elsewhere"]], markdown(first["name"])
+    heads += ["mean recall", "images/s", "right alone", f"p against {first}"]
+    rows = [[*heads, "attention elsewhere"]]
     for model in content["models"]:
         unfinished = "" if model["finished"] else " (unfinished)"
         alone_first, alone = model.get("only_right", (0, 0))
@@ -245,14 +235,14 @@ def as_text(content: dict[str, Any]) -> str:
             model["name"], model["architecture"], f"{model['parameters']:,}",
             f"{model['steps']:,}{unfinished}", with_interval(model, "accuracy", ".2%"),
             with_interval(model, "balanced_accuracy", ".2%"), f"{model['images_per_second']:,.0f}",
-            f"{alone:,} : {alone_first:,}" if model in others else "–",
-            f"{model['mcnemar_p']:.2g}" if model in others else "–",
+            f"{alone:,} : {alone_first:,}" if "only_right" in model else "–",
+            with_interval({"mcnemar_p": None, **model}, "mcnemar_p", ".2g"),
             with_interval({"moved_attention": None, **model}, "moved_attention", ".1%"),
         ])  # fmt: skip
     return (
         f"{content['data']}: {content['images']:,} test images, {content['hardware']}\n\n"
         f"{markdown_table(rows)}\n\n"
-        f"right alone: images on which only this model is right, and only {own}; p: "
+        f"right alone: images on which only this model is right, and only {markdown(first)}; p: "
         "McNemar's exact test; attention elsewhere: fraction of rollout on other patches, or moved "
         "between patches and other tokens"
     )

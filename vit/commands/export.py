@@ -53,8 +53,8 @@ def export(classifier: Classifier, name: str, out: str | Path | None = None) -> 
 def run(name: str, options: ExportConfig) -> None:
     """Write a model in other formats.
 
-    Each export for another runtime is loaded by it and gets 100 images of noise. It appears only if
-    all logits agree. With it comes preprocess.py, which reads image files for the model. For html
+    An export for another runtime is written only if the runtime computes the same logits of 100
+    images of noise. With it comes preprocess.py, which reads image files for the model. For html
     see `export_page`, for hub `write_hub`.
 
     Raises:
@@ -66,7 +66,8 @@ def run(name: str, options: ExportConfig) -> None:
 
 def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
     """Write a model in the formats of `options`, see `run`; return the folders or files."""
-    for name in FORMATS.keys() & options.formats:
+    formats = [name for name in dict.fromkeys(options.formats) if name in FORMATS]
+    for name in formats:
         require_packages(f"export: {name}", FORMATS[name].packages, "export")
     folder = results_folder(saved, options.out, top=EXPORT_FOLDER)
     targets = {name: inside(folder, EXPORTS[name]) for name in dict.fromkeys(options.formats)}
@@ -77,7 +78,6 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
     if "hub" in targets:
         write_hub(saved, targets["hub"])
     program = preprocess_program(saved.preprocess)
-    formats = [name for name in targets if name in FORMATS]
     for name in formats:
         reader = _reader_of(targets[name])
         is_own = reader.exists() and require_file(reader).read_bytes() == program
@@ -104,12 +104,12 @@ def _reader_of(target: Path) -> Path:
 
 def _export(saved: SavedModel, name: str, draft: Path) -> str:
     """Write a model in a format, load it, and say how far its logits are from the model's."""
-    kind = FORMATS[name]
-    kind.write(saved, saved.config.model, draft)
-    difference = largest_difference(saved, kind.load(draft))
+    _, runtime, write, load_export = FORMATS[name]
+    write(saved, saved.config.model, draft)
+    difference = largest_difference(saved, load_export(draft))
     compared = (
         f"largest difference of a logit on {CHECKED} images of noise, "
-        f"{kind.runtime} {importlib.metadata.version(kind.runtime)}: {difference:.2g}"
+        f"{runtime} {importlib.metadata.version(runtime)}: {difference:.2g}"
     )
     if not difference <= TOLERANCE:  # also if it is NaN
         raise ValueError(f"export: {name}: {compared}; it must be at most {TOLERANCE:g}")
@@ -124,10 +124,10 @@ def preprocess_program(preprocess: Preprocess) -> bytes:
 
 @torch.no_grad()
 def largest_difference(classifier: Classifier, run: Runner) -> float:
-    """Return the largest difference of the calibrated logits of a classifier and its export's.
+    """Return the largest difference between the calibrated logits of a classifier and its export.
 
-    Those of our VisionTransformer are computed with need_weights=True, which never takes torch's
-    fused kernel: the export is compared with attention as it is written.
+    For our VisionTransformer, need_weights=True avoids torch's fused kernel: the export is compared
+    with attention as it is written.
     """
     preprocess, model = classifier.preprocess, classifier.model
     shape = (CHECKED, preprocess.channels, *preprocess.image_size)

@@ -1,5 +1,6 @@
 """`eval.py RUN heads`: what a model loses on held-out images when its heads are muted."""
 
+import json
 from dataclasses import asdict
 
 from vit.commands.config import HeadsConfig
@@ -29,31 +30,29 @@ def run(name: str, options: HeadsConfig) -> None:
     require_attention(saved.model)
     images = load_held_out(saved, options)
     folder = results_folder(saved, options.out)
-    data = saved.config.data.name
-    say(f"{saved.describe()}, {len(images):,} held-out images of {data}")
-    found = measure_groups(saved, images, options.pairs, options.batch_size)
-    table = {part: [asdict(effect) for effect in effects] for part, effects in found.items()}
-    content = {"model": str(saved.path), "images": len(images), **table}
+    say(f"{saved.describe()}, {len(images):,} held-out images of {saved.config.data.name}")
+    groups = measure_groups(saved, images, options.pairs, options.batch_size)
+    table = {part: [asdict(effect) for effect in effects] for part, effects in groups.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / HEADS_FILE, content)
-    write_picture(folder / HEADS_PICTURE, draw_heads(found["heads"]))
-    say(f"\n{as_table(found)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {printable(folder)}/")
+    write_json(folder / HEADS_FILE, {"model": str(saved.path), "images": len(images), **table})
+    write_picture(folder / HEADS_PICTURE, draw_heads(groups["heads"]))
+    say(f"\n{as_table(groups)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {printable(folder)}/")
 
 
 def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
-    """Load the images that were held out when a model was trained, as many as are asked for."""
+    """Load `options.images` of the images that were held out when a model was trained."""
     held_out = load_split(saved, options.data.root)[1]
     if not len(held_out):
-        size = "null" if (given := saved.config.data.val_size) is None else given
+        size = json.dumps(saved.config.data.val_size)
         raise ValueError(f"{saved.path}: no images were held out (data.val_size={size})")
     held_out = held_out.resized(saved.preprocess)
     return choose_images(held_out, options.images, options.seed, "heads")
 
 
-def as_table(found: dict[str, list[Effect]]) -> str:
+def as_table(groups: dict[str, list[Effect]]) -> str:
     """Format the result of `measure_groups` as text: the largest and smallest effects."""
     rows = [["muted", "fall in probability", "fall in accuracy"]]
-    for part, effects in found.items():
+    for part, effects in groups.items():
         lines = []
         for effect in sorted(effects, key=lambda effect: effect.probability[0], reverse=True):
             named = [f"layer {layer} head {head}" for layer, head in effect.heads]

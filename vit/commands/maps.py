@@ -21,12 +21,7 @@ from vit.explain.rollout import check_rollout_options
 from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
-from vit.reporting.attention_records import (
-    add_frames,
-    add_record,
-    attention_records,
-    read_frames,
-)
+from vit.reporting.attention_records import add_frames, add_record, attention_records, read_frames
 from vit.reporting.live import add_live
 from vit.reporting.loading import has_keys, load_run, load_test, require_replaceable, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
@@ -60,16 +55,14 @@ def run(name: str, options: MapsConfig) -> None:
         f"to {printable(folder)}/\nsee these images in the Attention tab of TensorBoard: "
         f"tensorboard --logdir {argument(folder)}"
     )
-    unless_given = 0 if options.indices else 500
-    count = min(unless_given if options.faithfulness is None else options.faithfulness, len(test))
+    default = 0 if options.indices else 500
+    count = min(default if options.faithfulness is None else options.faithfulness, len(test))
     if count:
         say(f"\nmeasuring faithfulness on {count:,} randomly chosen test images")
         chosen = choose_images(test, count, options.seed, "eval.faithfulness")
         table = measure_maps(saved, chosen, kinds, options.batch_size, options.seed, rollout)
-        content = {
-            "model": str(saved.path), "images": count, "rollout": asdict(rollout), "maps": table
-        }  # fmt: skip
-        write_json(folder / TABLE_FILE, content)
+        content = {"model": str(saved.path), "images": count, "rollout": asdict(rollout)}
+        write_json(folder / TABLE_FILE, {**content, "maps": table})
         say(f"\n{as_table(table, count)}\n\nwrote {printable(folder / TABLE_FILE)}")
 
 
@@ -82,10 +75,7 @@ def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
 
 
 def _empty_folder(folder: Path) -> None:
-    """Create a folder for maps, or delete the maps of an earlier call from it, and no other files.
-
-    Its measurement of faithfulness stays until there is a new one.
-    """
+    """Create a folder for maps, or delete an earlier call's files except faithfulness.json."""
     is_own = has_keys(folder / INDEX_FILE, {"readout", "maps", "images"})
     require_replaceable(is_own, folder.glob("*"), "is not of maps")
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,9 +97,9 @@ def _write_maps(
     """Write a sheet and an index entry for each image, and a file for each kind of map."""
     chosen = test.select(indices).in_memory()
     pixels, classes, names = chosen.pixels(), saved.classes, _names(indices)
-    aims = None if target is None else torch.full_like(indices, target)
-    logits, maps = saved.maps(pixels, kinds, aims, batch_size=batch_size, rollout=rollout)
-    explained = logits.argmax(dim=1).cpu() if aims is None else aims
+    targets = None if target is None else torch.full_like(indices, target)
+    logits, maps = saved.maps(pixels, kinds, targets, batch_size=batch_size, rollout=rollout)
+    explained = logits.argmax(dim=1).cpu() if targets is None else targets
     logits = saved.scaled(logits)
     probabilities, predicted = logits.softmax(dim=1).max(dim=1)
     content = {
@@ -144,13 +134,9 @@ def _write_maps(
     with event_writer(folder) as writer:
         _write_records(writer, saved, test, indices, target, rollout)
         for row, name in enumerate(names):
+            own, class_name = {kind: maps[kind][row] for kind in maps}, classes[explained[row]]
             sheet = attention_picture(
-                chosen.pixels()[row],
-                {kind: found[row] for kind, found in maps.items()},
-                captions[row],
-                classes[explained[row]],
-                chosen.name(row),
-                rollout,
+                pixels[row], own, captions[row], class_name, chosen.name(row), rollout
             )
             write_picture(folder / f"{name}.png", sheet)
             tag = picture_tag(f"attention/{name}")
@@ -162,11 +148,10 @@ def _write_maps(
 
 def _choose_indices(test: ImageSet, options: MapsConfig) -> Tensor:
     """Return the indices of the images to draw: --indices, or a balanced random choice."""
+    last = len(test) - 1
     for index in options.indices:
-        if not 0 <= index < len(test):
-            raise ValueError(
-                f"indices: {index} is not a test image; it must be 0 to {len(test) - 1}"
-            )
+        if not 0 <= index <= last:
+            raise ValueError(f"indices: {index} is not a test image; it must be 0 to {last}")
     if options.indices:
         return torch.tensor(list(dict.fromkeys(options.indices)))
     count = min(options.probes, len(test))
@@ -186,8 +171,8 @@ def _write_records(
     frames = read_frames(saved, test, saved.config.train.seed)
     if frames is not None:
         add_frames(writer, frames.numpy(), saved.step)
-    found = attention_records(saved, images, frames=frames, target=target, rollout=rollout)
-    records = (record for _, batch in found for record in batch)
+    batches = attention_records(saved, images, frames=frames, target=target, rollout=rollout)
+    records = (record for _, batch in batches for record in batch)
     features: list[Tensor] = []
     for name, record in zip(_names(indices), records, strict=True):
         if record is None:  # a number is not finite

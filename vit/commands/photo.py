@@ -15,9 +15,7 @@ from vit.run.folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
 
 def run(name: str, options: PhotoConfig) -> None:
-    """Print the most probable classes of photos, and write a sheet with maps for each.
-
-    A model without maps gets no sheets.
+    """Print the most probable classes of photos, and write sheets if the model has maps.
 
     Raises:
         ValueError: The model or all photos cannot be read, or the class does not exist.
@@ -47,7 +45,7 @@ def run(name: str, options: PhotoConfig) -> None:
         rows = [(name, f"{probability:.2%}") for name, probability in list(best.items())[:TOP]]
         say("\n".join(f"  {line}" for line in text_table(rows)))
         if explanation is not None:
-            # Photos of one name in different folders keep apart.
+            # Photos of the same name may be in different folders.
             place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:6]
             stem = os.fsdecode(os.fsencode(path.stem)[:200])  # of the 255 bytes of a name
             sheet = folder / f"{stem}_{place}{SHEET_SUFFIX}"

@@ -32,8 +32,8 @@ COLUMNS = "file,class,probability,class_1,"  # the first of a table
 def run(name: str, options: PredictConfig) -> Path:
     """Classify image files and write a table with a row for each.
 
-    The table appears when it is complete, or with the rows so far after Ctrl-C: beside an earlier
-    one, as NAME_part.csv. Memory grows only with the list of files.
+    The table appears when it is complete, or with the rows so far after Ctrl-C: as NAME_part.csv if
+    there is an earlier one. Memory grows only with the list of files.
 
     Returns:
         The table: a CSV file with the columns file, class, probability, class_1, probability_1 and
@@ -50,10 +50,9 @@ def run(name: str, options: PredictConfig) -> Path:
     table = Path(options.out or results_folder(saved, None) / PHOTOS_FILE)
     results_folder(saved, str(table.parent))  # raises where it is a file
     part = table.with_stem(f"{table.stem}_part") if table.exists() else table
+    problem = "is not a table of predictions for image files"
     for path in (table, part):
-        require_replaceable(
-            _is_table(path), [path], "is not a table of predictions for image files"
-        )
+        require_replaceable(_is_table(path), [path], problem)
     say(saved.describe())
     if part != table:
         say(f"{printable(table)} exists and will be replaced when all files are classified")
@@ -89,9 +88,10 @@ def _rank_files(
     """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
     decoded = itertools.takewhile(lambda _: not stop.signal, _decode(classifier, paths))
     while batch := list(itertools.islice(decoded, options.batch_size)):
-        found, images = zip(*batch, strict=True)
+        files, images = zip(*batch, strict=True)
         logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
-        rows = [columns_of("class", ranking) for ranking in classifier.ranked(logits, TOP)]
+        ranked = zip(files, classifier.ranked(logits, TOP), strict=True)
+        rows = [{"file": file} | columns_of("class", ranking) for file, ranking in ranked]
         if classifier.calibration and not options.flip:
             familiarity = classifier.calibration.familiarity(logits).tolist()
             for row, value in zip(rows, familiarity, strict=True):
@@ -102,8 +102,7 @@ def _rank_files(
             sets = make_sets(classifier, logits, torch.tensor(uniform), options.coverage)
             columns = set_columns(sets, logits, classifier.classes)
             rows = [row | more for row, more in zip(rows, columns, strict=True)]
-        for path, row in zip(found, rows, strict=True):
-            yield {"file": path} | row
+        yield from rows
 
 
 def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:

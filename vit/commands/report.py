@@ -34,10 +34,9 @@ def evaluate(
     """Measure accuracy and other metrics, see `vit.evaluation.report`.
 
     Args:
-        classifier: The model.
+        classifier: The model; from `vit.load` unless `images` is an ImageSet.
         images: Images with labels, or the folder of a data set like that of the run, whose test
-            images are taken; None takes the test images of the run. For the last two, the
-            classifier comes from `vit.load`.
+            images are taken; None takes the test images of the run.
         batch_size: Most images at once.
 
     Raises:
@@ -56,13 +55,13 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
     """
     saved = load_run(name, options.device, options.precision, options.flip)
     # What cannot work is refused before minutes of classifying.
-    unknown, root = options.unfamiliar, options.data.root
+    root, batch_size, seed = options.data.root, options.batch_size, options.seed
     folder = results_folder(saved, options.out, root=root)
     require_own_report(folder)
     test, (data, own) = load_test(saved, root), data_of(saved, root)
     unfamiliar = None
-    if unknown:
-        unfamiliar = load_unfamiliar(unknown, saved, root), load_split(saved, root)[0]
+    if options.unfamiliar:
+        unfamiliar = load_unfamiliar(options.unfamiliar, saved, root), load_split(saved, root)[0]
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
     if options.coverage is not None:
@@ -70,23 +69,18 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
         make_sets(saved, none, none[:, 0], options.coverage)
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     source = {"data": data.name, "root": data.root, "own": own}
-    result = write_report(
-        saved, test, folder, saved.step, options.batch_size, options.coverage, source
-    )
+    result = write_report(saved, test, folder, saved.step, batch_size, options.coverage, source)
     say(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
     if sets := result.get("sets"):
         say(f"\n{sets_table({kind: sets[kind] for kind in ('lac', 'raps')}, sets['coverage'])}")
     if unfamiliar is not None:
         say("\nscoring training, test and unfamiliar images")
-        part = report_unfamiliar(
-            saved, test, *unfamiliar, str(unknown), options.seed, options.batch_size
-        )
+        name = str(options.unfamiliar)
+        part = report_unfamiliar(saved, test, *unfamiliar, name, seed, batch_size)
         _add(part, result, folder, saved.step)
     if options.corruptions:
         say("\nclassifying corrupted images; after Ctrl-C, the same command goes on")
-        part = report_corruptions(
-            saved, test, folder, result["accuracy"], options.seed, options.batch_size
-        )
+        part = report_corruptions(saved, test, folder, result["accuracy"], seed, batch_size)
         _add(part, result, folder, saved.step)
     if not saved.has_maps:
         say(f"\n{no_maps_text(saved.model)}")

@@ -21,7 +21,7 @@ from vit.config import Config, Plans, to_dict
 from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
-from vit.evaluation import Evaluator, Setup, Validation, evaluate
+from vit.evaluation import Evaluator, Setup, Validation
 from vit.model.variants import load_attention
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
@@ -74,8 +74,8 @@ def train(
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         overwrite = False  # what is there now is this run, from before torchrun's restart
-    # Executes a file if the caller names one. What is stored in a run or a model file is only
-    # looked up among the variants that were loaded.
+    # Executes a file if the caller names one. A name in a run or a model file is only looked up
+    # among the variants that were loaded.
     load_attention(config.model.attention)
     config, source = resolve_pretrained(config, overwrite)
     check_config(config)
@@ -92,7 +92,7 @@ def train(
                 write_split(run.config, training, held_out)
             loop = build_loop(run, step, training, held_out, tracker)
             loop.run()
-            # In bfloat16, thresholds and results would be others than those of exports.
+            # In bfloat16, thresholds and results would differ from those of exports.
             classifier = replace(loop.classifier(), precision=torch.float32)
             if tracker is None:
                 return None
@@ -156,11 +156,11 @@ def build_loop(
         epochs | {schedule.total_steps}, schedule.total_steps, schedule.image_size,
     )  # fmt: skip
     evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
-    how = {"compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch}
+    compiled = {"compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch}
     about: dict[str, Any] = {
         "config": to_dict(config), "preprocess": step.preprocess.to_dict(),
         "classes": list(step.classes), "num_images": len(training),
-        "fingerprint": training.fingerprint, "environment": {**run.environment(), **how},
+        "fingerprint": training.fingerprint, "environment": {**run.environment(), **compiled},
     }  # fmt: skip
     return Loop(
         step, training, evaluators, tracker,
@@ -174,9 +174,8 @@ def calibrate(classifier: Classifier, held_out: ImageSet) -> Classifier:
     """Return a classifier with its calibration on the held-out images, if there are any."""
     if not len(held_out):
         return classifier
-    logits = evaluate(classifier, held_out)[1]
-    found = Calibration.fit(logits, held_out.labels.cpu())
-    return replace(classifier, calibration=found)
+    logits = classifier.logits(held_out).cpu()
+    return replace(classifier, calibration=Calibration.fit(logits, held_out.labels.cpu()))
 
 
 def finish_run(
@@ -196,8 +195,8 @@ def finish_run(
     # A run killed here writes them again, as the same point.
     tracker.scalars(state.step, values, tensorboard_only=True)
     places = ("out", "data.root", "data.download", "data.memory_gb", "data.workers")
-    settings = flatten(to_dict(config))
-    tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})
+    settings = flatten(to_dict(config)).items()
+    tracker.hyperparameters({key: value for key, value in settings if key not in places})
     tracker.flush()
     save_model(folder / MODEL_FILE, classifier, config, state.step, fingerprint)
     say(end_text(folder, result, state.seconds, classifier.has_maps, config.model.attention))

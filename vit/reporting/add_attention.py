@@ -43,8 +43,8 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
 ) -> None:
     """Log the attention of any model for the Attention tab.
 
-    Weights are stored with 8 bits and a scale for each row, so they are off by at most 1/510 of the
-    largest weight of their row. An image with more than `MAX_WEIGHTS` of them is logged without.
+    Weights are stored with 8 bits and a scale for each row: their error is at most 1/510 of the
+    largest weight of their row. Weights of an image are left out if there are over `MAX_WEIGHTS`.
 
     Args:
         writer: From torch.utils.tensorboard.
@@ -61,13 +61,13 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         labels: (B,) indices of the true classes.
         logits: (B, C), for the predictions.
         maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention;
-            those that `vit.explain.kinds.ALL_KINDS` has as signed are so, in units of the mean of
+            names that are signed kinds of `vit.explain.kinds.ALL_KINDS` in units of the mean of
             their absolute values. None computes attention rollout.
-        tokens: Outputs of the layers, (L, B, N, D), for the view Features; its principal components
-            are those of these images.
+        tokens: Outputs of the layers, (L, B, N, D), for the view Features, whose principal
+            components are computed from these images.
         model: What returned the weights, for the tab to run it at this step: one model for each
             writer, as `vit.Classifier(model, Preprocess((height, width), mean, std), classes,
-            device, torch.float32)`. What cannot be exported costs a warning.
+            device, torch.float32)`. If it cannot be exported, a warning says why.
 
     Raises:
         ValueError: An argument has a wrong shape or value; nothing has been written.
@@ -79,19 +79,17 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     names, true, logits = _predictions(len(pixels), classes, labels, logits)
     shown = _maps(maps, len(pixels), grid, layers, num_prefix_tokens, readout)
     frames, features = _features(tokens, layers, num_prefix_tokens)
+    fields = [{"maps": own, "label": label} for own, label in zip(shown, true, strict=True)]
     records = image_records(
-        pixels, layers, grid, prefix, logits, features,
-        [{"maps": some, "label": label} for some, label in zip(shown, true, strict=True)],
-        readout=readout, classes=names,
-    )  # fmt: skip
+        pixels, layers, grid, prefix, logits, features, fields, readout=readout, classes=names
+    )
     if frames is not None:
         add_frames(writer, frames.numpy(), step, f"{tag}/frames")
     for number, record in enumerate(records):
         name = tag if len(records) == 1 else f"{tag}_{number:02d}"
         add_record(writer, name, replace(record, frames=f"{tag}/frames"), step)
     if model is not None:
-        shown_images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-        add_live(writer, model, shown_images, step)
+        add_live(writer, model, torch.from_numpy(pixels).permute(0, 3, 1, 2), step)
 
 
 def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
@@ -155,8 +153,8 @@ def _features(
     if tokens is None:
         return None, None
     expected, shapes = layers[0].shape[::2], {tuple(layer.shape) for layer in tokens}
-    alike = len(tokens) == len(layers) and len(shapes) == 1
-    if not alike or min(shapes)[:-1] != expected or not all(t.isfinite().all() for t in tokens):
+    alike = len(tokens) == len(layers) and {shape[:-1] for shape in shapes} == {expected}
+    if not alike or len(shapes) > 1 or not all(layer.isfinite().all() for layer in tokens):
         raise ValueError(
             f"tokens: {len(tokens)} of shapes {shapes} are not finite numbers (B, N, D), "
             f"{(*expected, 'D')}, of {len(layers)} layers"
@@ -169,18 +167,15 @@ def _features(
 def _prefix_names(count: int, readout: str | None) -> list[str]:
     if readout not in ("class_token", "mean", None):
         raise ValueError(f"readout: {readout!r} is not class_token, mean or None")
-    if readout == "class_token" and count == 0:
+    if readout != "class_token":
+        return [f"prefix token {n}" for n in range(1, count + 1)]
+    if count == 0:
         raise ValueError("readout: class_token needs num_prefix_tokens of at least 1")
-    if readout == "class_token":
-        return ["class token", *(f"register {n}" for n in range(1, count))]
-    return [f"prefix token {n}" for n in range(1, count + 1)]
+    return ["class token", *(f"register {n}" for n in range(1, count))]
 
 
 def _predictions(
-    batch: int,
-    classes: Sequence[str],
-    labels: Tensor | Sequence[int] | None,
-    logits: Tensor | None,
+    batch: int, classes: Sequence[str], labels: Tensor | Sequence[int] | None, logits: Tensor | None
 ) -> tuple[list[str], list[int] | list[None], Tensor | None]:
     """Return the names of the classes, a label or None for each image, and the logits."""
     if logits is not None:
@@ -207,7 +202,7 @@ def _maps(
     num_prefix_tokens: int,
     readout: Literal["class_token", "mean"] | None,
 ) -> list[list[Map]]:
-    """Return the maps of each image; where none are given, attention rollout."""
+    """Return the maps of each image, or its attention rollout if `maps` is None."""
     if maps is None and readout is not None:
         rollout = attention_rollout(layers, readout=readout, num_prefix_tokens=num_prefix_tokens)
         maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}
@@ -220,7 +215,6 @@ def _maps(
             )
         entry = ALL_KINDS.get(kind)
         title, signed = (entry.title, entry.signed) if entry else (kind, False)
-        for number, heat in enumerate(values.float().flatten(1).tolist()):
-            one = Map(kind=kind, title=title, target=None, values=heat, signed=signed)
-            shown[number].append(one)
+        for own, heat in zip(shown, values.float().flatten(1).tolist(), strict=True):
+            own.append(Map(kind=kind, title=title, target=None, values=heat, signed=signed))
     return shown

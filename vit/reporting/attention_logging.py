@@ -34,11 +34,10 @@ MUTED_FRACTION = 0.02  # of a run that muting may take
 
 @dataclass
 class AttentionLogging:
-    """Evaluator that logs the attention of a few images, the probes.
+    """Evaluator that logs the attention of a few images, the probes, for a model that has maps.
 
-    The model is one whose attention can be read, see `Classifier.has_maps`. At each step it yields
-    a record of each probe for the Attention tab, statistics of all heads, and pictures of rollout;
-    at the last one also what muting each head costs.
+    Each time, it yields a record of each probe for the Attention tab, statistics of all heads, and
+    pictures of rollout; at the last step, it also yields what muting each head costs.
     """
 
     probes: ImageSet
@@ -46,7 +45,7 @@ class AttentionLogging:
     seed: int = 0  # of the choice of images to which the frames of features are fitted
     held_out: ImageSet | None = None  # on which heads are muted at the last step; None skips that
     live: LiveLog | None = None  # stores the model for the Attention tab; None skips that
-    fitted: ImageSet | None = None  # frames of features are fitted to some; None logs no features
+    fitted: ImageSet | None = None  # for the frames of features; None logs no features
     name: ClassVar[str] = "logging attention"
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
@@ -59,8 +58,8 @@ class AttentionLogging:
         yield from self._log(classifier, step, importance)
         if self.live is not None:
             later = sum(other > step for other in self.steps)
-            for found in self.live.summaries(classifier, self.probes.pixels(), step, later):
-                yield found.value[0].tag, found
+            for summary in self.live.summaries(classifier, self.probes.pixels(), step, later):
+                yield summary.value[0].tag, summary
 
     def _log(
         self, classifier: Classifier, step: int, importance: Tensor | None
@@ -68,9 +67,9 @@ class AttentionLogging:
         frames = None if self.fitted is None else read_frames(classifier, self.fitted, self.seed)
         if frames is not None:
             yield FRAMES_TAG, frames_summary(frames.numpy())
-        found = attention_records(classifier, self.probes, frames=frames)
-        parts, batches = zip(*found, strict=True)
-        records = [record for batch in batches for record in batch if record is not None]
+        batches = attention_records(classifier, self.probes, frames=frames)
+        parts, records_of_parts = zip(*batches, strict=True)
+        records = [record for part in records_of_parts for record in part if record is not None]
         if len(records) < len(self.probes):
             warn(f"the attention of step {step} is not logged: its numbers are not finite")
             return
@@ -92,10 +91,10 @@ class AttentionLogging:
         yield "attention/statistics", statistics_picture(titled)
         logits = torch.cat([part.logits for part in parts])
         captions = captions_of(logits, self.probes.labels, self.probes.classes)
-        for number, (record, caption) in enumerate(zip(records, captions, strict=True)):
-            [rollout] = (found for found in record.details.maps if found.kind == "rollout")
-            heat = torch.tensor(rollout.values).reshape(record.details.grid)
-            picture = attention_picture(self.probes.pixels()[number], {"rollout": heat}, caption)
+        rollout = torch.cat([m for part in parts for kind, _, m in part.maps if kind == "rollout"])
+        shown = zip(self.probes.pixels(), rollout, captions, strict=True)
+        for number, (image, heat, caption) in enumerate(shown):
+            picture = attention_picture(image, {"rollout": heat}, caption)
             yield ROLLOUT_TAG.format(number), picture
 
 
@@ -112,9 +111,9 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     if not track.probes or attention_model(setup.model) is None:
         return None
     images = setup.held_out if len(setup.held_out) else setup.training
-    # Training images may be stored larger than the model takes them.
-    grid = require_attention(setup.model).patch_embed.grid(*setup.preprocess.image_size)
-    trained, tokens = setup.total_steps * setup.config.train.batch_size, math.prod(grid)
+    model: Any = require_attention(setup.model)
+    tokens = math.prod(model.patch_embed.grid(*setup.preprocess.image_size))
+    trained = setup.total_steps * setup.config.train.batch_size
     room = max(LOGGED_FRACTION * trained, FREE_TOKENS / tokens)
     room /= LOGGED_IMAGES * (1 + tokens / 1000)  # maps grow by the square of the tokens
     number = min(track.probes, max(1, int(room / 2)))
@@ -123,20 +122,12 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
         less = f"{counted(number, 'image')} at {counted(count, 'step')}"
         more = f"{track.probes} at {track.milestones} would take over a tenth of the run"
         note(f"attention is logged of {less}; {more}")
+    # Training images may be stored larger than the model takes them.
     probes = choose_images(images, number, seed).resized(setup.preprocess)
     steps = milestones(setup.total_steps, count)
     live = LiveLog(track.live_mb, len(steps)) if track.live_mb else None
-    return AttentionLogging(probes, steps, seed, _images_to_mute(setup), live, images)
-
-
-def _images_to_mute(setup: Setup) -> ImageSet | None:
-    """Choose held-out images on which heads are muted: as many as take 2% of the run, up to 500.
-
-    Classifying an image takes a third of the products of a training step.
-    """
-    blocks: Any = require_attention(setup.model).blocks
-    heads = sum(block.attn.num_heads for block in blocks)
-    trained = setup.total_steps * setup.config.train.batch_size
-    count = min(MUTED_IMAGES, int(MUTED_FRACTION * 3 * trained / heads), len(setup.held_out))
-    seed = setup.config.train.seed
-    return choose_images(setup.held_out, count, seed, "heads") if count > 1 else None
+    # Classifying an image takes a third of the products of a training step.
+    heads = sum(block.attn.num_heads for block in model.blocks)
+    muted = min(MUTED_IMAGES, int(MUTED_FRACTION * 3 * trained / heads), len(setup.held_out))
+    held_out = choose_images(setup.held_out, muted, seed, "heads") if muted > 1 else None
+    return AttentionLogging(probes, steps, seed, held_out, live, images)

@@ -63,23 +63,22 @@ class Attention:
     @property
     def finite(self) -> bool:
         """Whether all numbers are finite, which a model that diverges does not guarantee."""
-        values = [*self.weights, *(found for _, _, found in self.maps)]
-        return all(part.isfinite().all() for part in (self.logits, *self.tokens, *values))
+        maps = (values for _, _, values in self.maps)
+        tensors = (self.logits, *self.weights, *self.tokens, *maps)
+        return all(tensor.isfinite().all() for tensor in tensors)
 
 
 def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
-    """Choose the classes to explain: all if there are at most ten, else six for each image.
+    """Choose classes to explain, (K, B) int64: all if there are up to ten, else six for each image.
 
-    Wanted ones, (B,) each, are among the six; the most probable ones by logits (B, C) are the rest.
-
-    Returns:
-        (K, B) int64, on the device of the logits.
+    The six are the `wanted` classes, (B,) each, and the most probable of the others by logits
+    (B, C), on whose device the result is.
     """
     count, num_classes = logits.shape
     if num_classes <= ALL_CLASSES:
         return torch.arange(num_classes, device=logits.device)[:, None].expand(-1, count)
     best = logits.topk(BEST_CLASSES).indices
-    rows = torch.cat([*(part.to(best)[:, None] for part in wanted), best], dim=1).tolist()
+    rows = torch.stack([*(part.to(best) for part in wanted), *best.T], dim=1).tolist()
     return torch.tensor([list(dict.fromkeys(row))[:BEST_CLASSES] for row in rows]).T.to(best)
 
 
@@ -87,9 +86,9 @@ def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
 def read_attention(
     classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], rollout: RolloutOptions
 ) -> Attention:
-    """Run a model on images (B, channels, H, W) uint8, in float32, and compute all of their maps.
+    """Run a model on images (B, channels, H, W) uint8, in float32, and compute all `MAP_KINDS`.
 
-    The maps are those of `MAP_KINDS`, for `explained_classes`.
+    Class-specific maps explain the `explained_classes`.
     """
     model = require_attention(classifier.model)
     # The images require gradients, so that the weights do too even if all parameters are frozen.
@@ -125,8 +124,8 @@ def attention_records(
 ) -> Iterator[tuple[Attention, list[Record | None]]]:
     """Read the attention of images in memory batch by batch, and make their records.
 
-    Frames come from `read_frames`, for the features of the images; None leaves features out. The
-    target is a class to explain in any case.
+    Frames come from `read_frames`; None leaves features out. The target is a class to explain in
+    any case.
 
     Yields:
         The attention of up to four images, and a record of each; None for all of them if a number
@@ -135,8 +134,8 @@ def attention_records(
 
     def read(start: int) -> tuple[Attention, list[Record | None]]:
         part = images.select(torch.arange(start, min(start + BATCH_SIZE, len(images))))
-        aims = [] if target is None else [torch.full_like(part.labels, target)]
-        attention = read_attention(classifier, part.pixels(), [part.labels, *aims], rollout)
+        wanted = [part.labels] + ([] if target is None else [torch.full_like(part.labels, target)])
+        attention = read_attention(classifier, part.pixels(), wanted, rollout)
         if not attention.finite:
             return attention, [None] * len(part)
         return attention, [*_records(classifier, part, attention, frames, rollout)]
@@ -176,18 +175,16 @@ def _records(
 ) -> list[Record]:
     """Make the record of each image of a batch."""
     model, pixels = require_attention(classifier.model), images.pixels()
-    readings, probabilities = logit_lens(model.read_tokens, attention.tokens, LENS_CLASSES)
+    classes, probabilities = logit_lens(model.read_tokens, attention.tokens, LENS_CLASSES)
     layout = layout_of(model, *pixels.shape[-2:])
     patches = [layer[:, layout.num_prefix_tokens :] for layer in attention.tokens]
-
-    def lens_of(row: int) -> Lens | None:
-        if readings.shape[2] == 1:  # a token cannot be read alone
-            return None
-        classes, values = readings[:, row].tolist(), probabilities[:, row].tolist()
-        return Lens(classes=classes, probabilities=values)
-
-    def maps_of(row: int) -> list[Map]:
-        return [
+    fields: list[dict[str, Any]] = []
+    for row, label in enumerate(images.labels.tolist()):
+        lens = None
+        if classes.shape[2] > 1:  # else a token cannot be read alone
+            best, values = classes[:, row].tolist(), probabilities[:, row].tolist()
+            lens = Lens(classes=best, probabilities=values)
+        maps = [
             Map(
                 kind=kind, title=title_of(kind, rollout), signed=MAP_KINDS[kind].signed,
                 target=None if target is None else int(target[row]),
@@ -195,16 +192,12 @@ def _records(
             )
             for kind, target, values in attention.maps
         ]  # fmt: skip
-
-    each = [
-        {"name": printable(images.name(row)), "label": label, "maps": maps_of(row),
-         "lens": lens_of(row)}
-        for row, label in enumerate(images.labels.tolist())
-    ]  # fmt: skip
+        name = printable(images.name(row))
+        fields.append({"name": name, "label": label, "maps": maps, "lens": lens})
     return image_records(
         as_rgb(pixels.permute(0, 2, 3, 1).cpu().numpy()), [w.cpu() for w in attention.weights],
-        layout.grid, prefix_names(classifier.model),
-        attention.logits.cpu(), None if frames is None else coordinates(patches, frames), each,
+        layout.grid, prefix_names(classifier.model), attention.logits.cpu(),
+        None if frames is None else coordinates(patches, frames), fields,
         readout=layout.readout, classes=list(classifier.classes),
     )  # fmt: skip
 
@@ -216,7 +209,7 @@ def image_records(
     prefix: Sequence[str],
     logits: Tensor | None,
     features: Tensor | None,
-    each: Sequence[Mapping[str, Any]],
+    fields: Sequence[Mapping[str, Any]],
     **shared: Any,
 ) -> list[Record]:
     """Make the records of images, with the statistics of every head.
@@ -228,14 +221,14 @@ def image_records(
         prefix: Names of the tokens before the patches.
         logits: (B, C), for the predictions.
         features: (B, L, P, K), see `vit.explain.features`.
-        each: Further fields of the `Details` of each image.
-        **shared: Those that all images share.
+        fields: Further fields of the `Details` of each image.
+        **shared: Fields that all images share.
     """
     size, heads = pixels.shape[1:3], weights[0].shape[1]
     height, width = size[0] / grid[0], size[1] / grid[1]
     stored = sum(layer[0].numel() for layer in weights) <= MAX_WEIGHTS
     records = []
-    for row, fields in enumerate(each):
+    for row, own in enumerate(fields):
         alone = [layer[row : row + 1].float() for layer in weights]
         distance = attention_distance(alone, grid, 1, len(prefix)) * height
         statistics = Statistics(
@@ -246,7 +239,7 @@ def image_records(
         details = Details(
             image=image_url(pixels[row]), image_size=size, grid=grid, prefix=[*prefix],
             layers=len(weights), heads=heads, statistics=statistics,
-            top=[] if logits is None else _top(logits[row]), **fields, **shared,
+            top=[] if logits is None else _top(logits[row]), **own, **shared,
         )  # fmt: skip
         kept = np.concatenate([layer.numpy() for layer in alone]) if stored else None
         numbers = None if features is None else features[row].numpy()

@@ -30,12 +30,12 @@ def measure_calibration(
         By "as trained" and, if the model has a temperature, "calibrated": temperature, and some of
         the `report` of the logits, which is `result`, and of their `intervals`, see `MEASURES`.
     """
-    found = {"as trained": {"temperature": 1.0, **result}}
+    rows = {"as trained": {"temperature": 1.0, **result}}
     if classifier.calibration:
         scaled, labels = classifier.scaled(logits), images.labels.cpu()
-        calibrated = {**report(scaled, labels, images.classes), **intervals(scaled, labels)}
-        found["calibrated"] = {"temperature": classifier.calibration.temperature, **calibrated}
-    return {name: {key: row[key] for key in MEASURES} for name, row in found.items()}
+        calibrated = report(scaled, labels, images.classes) | intervals(scaled, labels)
+        rows["calibrated"] = {"temperature": classifier.calibration.temperature, **calibrated}
+    return {name: {key: row[key] for key in MEASURES} for name, row in rows.items()}
 
 
 def calibration_table(measured: dict[str, dict[str, Any]]) -> str:
@@ -51,11 +51,7 @@ def calibration_table(measured: dict[str, dict[str, Any]]) -> str:
 def make_sets(
     classifier: Classifier, logits: Tensor, uniform: Tensor, coverage: float
 ) -> dict[str, Tensor]:
-    """Return `Calibration.sets` of a classifier.
-
-    Raises:
-        ValueError: It has no calibration, or not for these logits, or for this coverage.
-    """
+    """Return `Calibration.sets`; ValueError without a calibration for the logits and coverage."""
     if classifier.flip:
         raise ValueError("coverage: not together with --flip, because sets are calibrated without")
     if classifier.calibration is None:
@@ -73,14 +69,15 @@ def measure_sets(sets: dict[str, Tensor], images: ImageSet) -> dict[str, list[di
     labels = images.labels.cpu()
     groups = {"all": labels >= 0}
     groups |= {images.classes[label]: labels == label for label in labels.unique().tolist()}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for kind, inside in sets.items():
-        found[kind] = []
-        for name, chosen in groups.items():
-            count, hits = int(chosen.sum()), int(inside[chosen, labels[chosen]].sum())
-            row = fraction("coverage", hits, count) | average("size", inside[chosen].sum(dim=1))
-            found[kind].append({"class": name, **row})
-    return found
+
+    def measure(inside: Tensor, rows: Tensor) -> dict[str, Any]:
+        count, hits = int(rows.sum()), int(inside[rows, labels[rows]].sum())
+        return fraction("coverage", hits, count) | average("size", inside[rows].sum(dim=1))
+
+    return {
+        kind: [{"class": name, **measure(inside, rows)} for name, rows in groups.items()]
+        for kind, inside in sets.items()
+    }
 
 
 def set_columns(
@@ -99,9 +96,9 @@ def sets_table(measured: dict[str, list[dict[str, Any]]], coverage: float) -> st
     rows = [["true class"]]
     for kind in measured:
         rows[0] += [f"{kind.upper()} coverage", "classes in a set"]
-    for found in zip(*measured.values(), strict=True):
-        rows.append([found[0]["class"]])
-        for row in found:
+    for kinds in zip(*measured.values(), strict=True):
+        rows.append([kinds[0]["class"]])
+        for row in kinds:
             rows[-1] += [with_interval(row, "coverage", ".1%"), with_interval(row, "size", ".2f")]
     title = f"sets with the true class of {coverage:.1%} of images, with 95% intervals"
     about = "LAC has the smallest sets; RAPS enlarges those of unclear images"

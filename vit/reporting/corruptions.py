@@ -4,8 +4,8 @@ Shapes: N images.
 """
 
 import hashlib
-import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from vit.data.images import ImageSet
 from vit.data.severities import CORRUPTIONS
 from vit.explain.charts import corruption_chart
 from vit.explain.figures import corruption_picture
-from vit.files import require_file, write_atomically
+from vit.files import open_atomically, require_file
 from vit.intervals import Z, average, fraction, interval_of_mean
 from vit.parallel import map_on_cores
 from vit.reporting.tables import Part, markdown_table, text_table, with_interval
@@ -36,28 +36,27 @@ def report_corruptions(
     from vit.data.corruptions import corrupt
 
     path = folder / CORRUPTIONS_FILE
-    found = summarize(classify_corrupted(classifier, test, path, seed, batch_size))
+    summary = summarize(classify_corrupted(classifier, test, path, seed, batch_size))
     image = choose_images(test, 1, seed).pixels()
     corrupted = {
         kind: [corrupt(image, kind, severity, seed)[0] for severity in SEVERITIES]
         for kind in CORRUPTIONS
     }
     pictures = {
-        "corruptions": corruption_chart(found, clean),
+        "corruptions": corruption_chart(summary, clean),
         "corrupted_images": corruption_picture(image[0], corrupted),
     }
-    scalars = {f"corruptions/{kind}": row["mean"] for kind, row in found["kinds"].items()}
-    scalars["corrupted_accuracy"] = found["mean"]
-    return Part("corruptions", {**found, "seed": seed}, as_table(found), pictures, scalars)
+    scalars = {f"corruptions/{kind}": row["mean"] for kind, row in summary["kinds"].items()}
+    scalars["corrupted_accuracy"] = summary["mean"]
+    return Part("corruptions", {**summary, "seed": seed}, as_table(summary), pictures, scalars)
 
 
 def classify_corrupted(
     classifier: Classifier, images: ImageSet, path: Path, seed: int = 0, batch_size: int = 500
 ) -> dict[str, Tensor]:
-    """Classify images with each corruption.
+    """Classify images with each corruption, unless the file at `path` has the results.
 
-    The file at `path` keeps the results of each kind. Those of an earlier call that was interrupted
-    are used if the seed and the logits of the clean images are the same.
+    It stores the results of each kind, and with which seed and logits of the clean images.
 
     Returns:
         Which images are classified correctly: (1, N) bool for "clean", (5, N) for each kind.
@@ -67,12 +66,12 @@ def classify_corrupted(
     labels, size = images.labels.cpu(), min(PART, batch_size)
     clean = classifier.logits(images, batch_size).cpu()
     settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"
-    found = {"clean": (clean.argmax(dim=1) == labels)[None]}
-    found |= _read_stored(path, settings, len(images))
+    correct = {"clean": (clean.argmax(dim=1) == labels)[None]}
+    correct |= _read_stored(path, settings, len(images))
     # disable=None shows the bar on terminals only.
     with tqdm(CORRUPTIONS, "corruptions", unit="kind", leave=False, disable=None) as bar:
         for kind in bar:
-            if kind in found:
+            if kind in correct:
                 continue
 
             def classify(part: Tensor, kind: str = kind) -> Tensor:
@@ -81,11 +80,10 @@ def classify_corrupted(
                 return torch.stack(logits).argmax(dim=2).cpu()
 
             parts = map_on_cores(classify, images.parts(size), torch.get_num_threads())
-            found[kind] = torch.cat(parts, dim=1) == labels
-            content = io.BytesIO()
-            np.savez_compressed(content, settings=settings, **found)  # type: ignore[arg-type]
-            write_atomically(path, content.getvalue())
-    return found
+            correct[kind] = torch.cat(parts, dim=1) == labels
+            with open_atomically(path) as file:
+                np.savez_compressed(file, settings=settings, **correct)  # type: ignore[arg-type]
+    return correct
 
 
 def _read_stored(path: Path, settings: str, count: int) -> dict[str, Tensor]:
@@ -97,13 +95,12 @@ def _read_stored(path: Path, settings: str, count: int) -> dict[str, Tensor]:
             if any(member.file_size > largest for member in file.zip.infolist()):
                 return {}
             stored = dict(file)
-        same = np.array_equal(stored.pop("settings"), settings)
-        fits = all(
-            (shapes[kind], np.bool_) == (hits.shape, hits.dtype) for kind, hits in stored.items()
-        )
+        fits = np.array_equal(stored.pop("settings"), settings)
+        for kind, hits in stored.items():
+            fits &= hits.shape == shapes[kind] and hits.dtype == np.bool_
     except Exception:  # zipfile, zlib and NumPy raise many kinds for missing and damaged files
         return {}
-    return {kind: torch.from_numpy(hits) for kind, hits in stored.items()} if same and fits else {}
+    return {kind: torch.from_numpy(hits) for kind, hits in stored.items()} if fits else {}
 
 
 def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
@@ -116,30 +113,30 @@ def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
     clean = correct["clean"][0].double()
     rows = {kind: _mean(survived, clean) for kind, survived in _survived(correct).items()}
     for kind in CORRUPTIONS:
-        found = [fraction("accuracy", int(hits.sum()), len(hits)) for hits in correct[kind]]
-        rows[kind] |= {key: [each[key] for each in found] for key in found[0]}
+        levels = [fraction("accuracy", int(hits.sum()), len(hits)) for hits in correct[kind]]
+        rows[kind] |= {key: [level[key] for level in levels] for key in levels[0]}
     return {**rows.pop("mean"), "kinds": rows}
 
 
 def _survived(correct: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what fraction of the corruptions of each kind an image survives, (N,), and "mean"."""
-    found = {kind: correct[kind].double().mean(dim=0) for kind in CORRUPTIONS}
-    return found | {"mean": torch.stack([*found.values()]).mean(dim=0)}
+    """Return the fraction of corruptions that images survive, (N,), for each kind, and "mean"."""
+    fractions = {kind: correct[kind].double().mean(dim=0) for kind in CORRUPTIONS}
+    return fractions | {"mean": torch.stack([*fractions.values()]).mean(dim=0)}
 
 
-def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
-    """Average what fraction of its corruptions each image survives, (N,), 0 to 1.
+def _mean(survived: Tensor, clean: Tensor) -> dict[str, Any]:
+    """Average the fraction of its corruptions that each image survives, (N,), 0 to 1.
 
     Returns:
-        mean and its 95% interval mean_95, where an image counts once, however often it is
-        corrupted; relative, its ratio to the accuracy on clean images (NaN if that is 0), and
-        relative_95 by the delta method, as both are of the same images.
+        mean with its interval mean_95, in which an image counts once; relative, the ratio to the
+        accuracy on clean images (NaN if that is 0), and relative_95 by the delta method, as both
+        are of the same images.
     """
-    mean, count = correct.mean().item(), len(correct)
+    mean, count = survived.mean().item(), len(survived)
     on_clean = clean.mean().item() or math.nan
     ratio = mean / on_clean
-    error = correct.std(correction=0).item() / math.sqrt(count)
-    error_of_ratio = (correct - ratio * clean).square().mean().sqrt().item() / on_clean
+    error = survived.std(correction=0).item() / math.sqrt(count)
+    error_of_ratio = (survived - ratio * clean).square().mean().sqrt().item() / on_clean
     half = Z * error_of_ratio / math.sqrt(count)
     return {
         "mean": mean,
@@ -150,7 +147,7 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
 
 
 def compare_corrupted(
-    models: dict[str, tuple[Classifier, ImageSet]], folder: Path, seed: int, batch_size: int
+    models: Mapping[str, tuple[Classifier, ImageSet]], folder: Path, seed: int, batch_size: int
 ) -> tuple[dict[str, Any], str]:
     """Compare the first of the models by name with the others on the same corruptions.
 
@@ -159,21 +156,21 @@ def compare_corrupted(
         the difference to the first model, image by image, with its 95% interval difference_95; and
         a table in Markdown.
     """
-    found: dict[str, dict[str, Any]] = {name: {} for name in models}
+    results: dict[str, dict[str, Any]] = {name: {} for name in models}
     survived: dict[str, Tensor] = {}  # of the first model
     for number, (name, (classifier, images)) in enumerate(models.items(), start=1):
         path = folder / f"corruptions_{number}.npz"
         correct = classify_corrupted(classifier, images, path, seed, batch_size)
         for kind, fractions in _survived(correct).items():
             difference = average("difference", fractions - survived.setdefault(kind, fractions))
-            found[name][kind] = _mean(fractions, correct["clean"][0].double()) | difference
+            results[name][kind] = _mean(fractions, correct["clean"][0].double()) | difference
     name, *names = models
-    first, *others = found.values()
+    first, *others = results.values()
     rows = [["corruption", f"{name} (95% interval)", *(f"{other} − {name}" for other in names)]]
     for kind, row in first.items():
         cells = [with_interval(other[kind], "difference", "+.1%") for other in others]
         rows.append([kind.replace("_", " "), with_interval(row, "mean", ".1%"), *cells])
-    return found, markdown_table(rows)
+    return results, markdown_table(rows)
 
 
 def as_table(summary: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ Shapes: B batch, C classes.
 """
 
 import copy
-import dataclasses
 import inspect
 import json
 from collections.abc import Callable
@@ -56,21 +55,14 @@ class Format(NamedTuple):
 
 
 def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments with which timm builds the same architecture.
-
-    ValueError if timm has no such model.
-    """
+    """Return the name and arguments with which timm builds a model; ValueError if it cannot."""
     if config.name != "vit":
         size, channels = preprocess.image_size, preprocess.channels
         arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
         arguments.pop(NORM_EPS, None)
         return config.name.removeprefix(TIMM), arguments
-    lacking = [
-        f"model.{key}={value}"
-        for key, theirs in IN_TIMM.items()
-        if (value := getattr(config, key)) != theirs
-    ]
-    if lacking:
+    own = vars(config)
+    if lacking := [f"model.{key}={own[key]}" for key in IN_TIMM if own[key] != IN_TIMM[key]]:
         raise ValueError(
             f"export: timm is not possible, because timm has no {' and no '.join(lacking)}; export "
             "to onnx or torch, or train the recipe plain"
@@ -84,25 +76,15 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
 
     # The fields of the config have timm's names. Dropout is a matter of training.
     accepted = inspect.signature(VisionTransformer).parameters
-    shared = {
-        key: value
-        for key, value in dataclasses.asdict(config).items()
-        if key in accepted and not key.endswith("_rate")
-    }
-    architecture = TIMM_ARCHITECTURES.get(config.norm_eps, TIMM_ARCHITECTURES[1e-6])
-    return architecture, {
-        **shared,
-        "img_size": list(preprocess.image_size),
-        "in_chans": preprocess.channels,
-        "pos_embed": "none" if config.pos_embed == "none" else "learn",
-    }
+    arguments = {k: v for k, v in own.items() if k in accepted and not k.endswith("_rate")}
+    arguments["img_size"] = list(preprocess.image_size)
+    arguments["in_chans"] = preprocess.channels
+    arguments["pos_embed"] = "none" if config.pos_embed == "none" else "learn"
+    return TIMM_ARCHITECTURES.get(config.norm_eps, TIMM_ARCHITECTURES[1e-6]), arguments
 
 
 def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> None:
-    """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
-
-    ValueError if timm has no such model.
-    """
+    """Write a folder that `load_timm` loads; ValueError if timm has no such model."""
     import timm
 
     preprocess, num_classes = classifier.preprocess, len(classifier.classes)
@@ -116,7 +98,7 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
             "export: timm is not possible for this model: it differs from timm's in "
             f"{shorten(', '.join(differing), 200)}; export it to onnx or torch"
         )
-    names = ("first_conv", "classifier", "fixed_input_size")  # of layers; and what timm may resize
+    kept = ("first_conv", "classifier", "fixed_input_size")  # of layers; and what timm may resize
     content = {
         "architecture": architecture,
         "num_classes": num_classes,
@@ -131,7 +113,7 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
             "interpolation": preprocess.interpolation,
             "crop_pct": preprocess.crop_pct,
             "crop_mode": CROP_MODES[preprocess.fit],
-            **{name: twin.pretrained_cfg[name] for name in names},
+            **{key: twin.pretrained_cfg[key] for key in kept},
         },
     }
     folder.mkdir()
@@ -226,7 +208,7 @@ def _portable(classifier: Classifier) -> nn.Module:
     model = copy.deepcopy(classifier.model).to(memory_format=torch.contiguous_format)
     if classifier.calibration:
         with torch.no_grad():
-            for parameter in chain.from_iterable(head.parameters() for head in heads(model)):
+            for parameter in chain(*(head.parameters() for head in heads(model))):
                 parameter.div_(classifier.calibration.temperature)
     return model
 

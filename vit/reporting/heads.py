@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +13,6 @@ from vit.data.images import ImageSet
 from vit.explain.figures import statistics_picture
 from vit.explain.importance import (
     Effect,
-    Heads,
     as_grid,
     layers_of,
     measure_heads,
@@ -28,10 +28,9 @@ def measure_groups(
 ) -> dict[str, list[Effect]]:
     """Measure what muting each head, each layer, and pairs of heads costs on images in memory.
 
-    All pairs of the `pairs` heads that matter most are muted; None mutes single heads only.
-
     Returns:
-        The effects under "heads" and, unless pairs is None, "layers" and "pairs".
+        The effects under "heads" and, unless `pairs` is None, "layers" and "pairs": all pairs of
+        the `pairs` heads that matter most.
     """
     inputs, gates = classifier.normalize(images.pixels()), gates_of(classifier.model)
     layers, heads = gates.shape
@@ -45,15 +44,12 @@ def measure_groups(
             return gated.forward(inputs, batch_size)
 
         unmuted = true_class(classify(gates), images.labels)
-
-        def measure(groups: Sequence[Heads]) -> list[Effect]:
-            return measure_heads(classify, gates, images.labels, groups, unmuted)
-
-        found = {"heads": measure(single_heads(layers, heads))}
+        measure = partial(measure_heads, classify, gates, images.labels, unmuted=unmuted)
+        effects = {"heads": measure(single_heads(layers, heads))}
         if pairs is not None:
-            found["layers"] = measure(layers_of(layers, heads))
-            found["pairs"] = measure(pairs_of_largest(found["heads"], pairs))
-        return found
+            effects["layers"] = measure(layers_of(layers, heads))
+            effects["pairs"] = measure(pairs_of_largest(effects["heads"], pairs))
+        return effects
 
 
 def draw_heads(effects: Sequence[Effect]) -> np.ndarray:

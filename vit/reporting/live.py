@@ -9,11 +9,11 @@ The graph is that of `Interventions` for one image, in float32:
     weights  (1, L, H, N, N) float32, of attention
     lens_classes        (L, 1 + N, k) int32, as in `vit.tensorboard_plugin.records.Lens`; (L, 1, k)
                         if the head cannot read a token alone
-    lens_probabilities  as many, float32
+    lens_probabilities  float32, of the same shape
 
-It has no weights of the model. It refers to them as external data in weights.bin: all tensors of
-floats in the order of the model's state dict, as little-endian float32 without gaps. So one graph
-serves all steps of a run. Weights that are stored as float16 are widened before they are loaded.
+It refers to the weights as external data in weights.bin: all tensors of floats in the order of the
+model's state dict, as little-endian float32 without gaps. So one graph serves all steps of a run.
+Weights that are stored as float16 are widened before they are loaded.
 """
 
 import copy
@@ -86,15 +86,13 @@ def graph_of(classifier: Classifier) -> bytes:
     fold_constants(program.model)
     remove_unused_nodes(program.model)
     graph, offset = program.model.graph, 0
-    for value in list(graph.inputs[len(INPUTS) :]):
-        assert value.name is not None
-        tensor = named[value.name]
-        shape = ir.Shape(tensor.shape)
+    for value, (name, tensor) in zip(graph.inputs[len(INPUTS) :], named.items(), strict=True):
+        shape, size = ir.Shape(tensor.shape), tensor.nbytes
         value.const_value = ir.ExternalTensor(
-            WEIGHTS_FILE, offset, tensor.nbytes, ir.DataType.FLOAT, shape=shape, name=value.name
+            WEIGHTS_FILE, offset, size, ir.DataType.FLOAT, shape=shape, name=name
         )
         graph.initializers.add(value)
-        offset += tensor.nbytes
+        offset += size
     del graph.inputs[len(INPUTS) :]
     ClearMetadataAndDocStringPass()(program.model)  # names and paths of the code
     serialized: bytes = ir.to_proto(program.model).SerializeToString(deterministic=True)
@@ -120,8 +118,8 @@ class LiveLog:
         """Yield the graph, the first time, and weights, if they fit beside those of later steps.
 
         Weights are float16 if that changes no logit of the images (B, channels, H, W) uint8 by more
-        than `HALF_ERROR`. `later` is the number of steps that are planned after this one. If the
-        model cannot be exported, a warning says why, and so does the tab.
+        than `HALF_ERROR`. `later` is the number of planned steps after this one. If the model
+        cannot be exported, a warning says why, and so does the tab.
         """
         if self._live is None:
             self._live = self._export(classifier)
@@ -144,10 +142,9 @@ class LiveLog:
         yield live_weights(step, self._live, name, weights)
 
     def _export(self, classifier: Classifier) -> Live:
-        """Return the model without weights, or why there is none.
+        """Return the model without weights, or the reason why it cannot be exported.
 
-        The last steps are live, as many as fit as float16; if they are several, there is room for
-        the last one as float32.
+        The last steps that fit as float16 are live, with room for the very last as float32.
         """
         try:
             spec = _spec(classifier, self.planned)

@@ -41,7 +41,7 @@ def require_loaded(classifier: Classifier) -> SavedModel:
 def results_folder(
     saved: SavedModel, out: str | None, *names: str, top: str = EVAL_FOLDER, root: str | None = None
 ) -> Path:
-    """Return the folder for results: out, or that of the run, and perhaps a folder in it.
+    """Return the folder for results: `names` in out, or in the folder `top` of the run.
 
     Results for other images, in `root`, mirror images or an earlier checkpoint do not replace the
     run's own: they are in eval/with_...
@@ -49,15 +49,15 @@ def results_folder(
     Raises:
         ValueError: It is a file, read-only, or a link inside the run or `out`, see `inside`.
     """
-    what = ["flip"] if saved.flip else []
+    variant = ["flip"] if saved.flip else []
     if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
-        what.append(f"step_{saved.step}")
+        variant.append(f"step_{saved.step}")
     if root is not None and not data_of(saved, root)[1]:
         place = Path(root).resolve()
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
-        what.append(f"{printable(place.name)[:40]}_{digest}".replace("\\", "_"))
-    if what and not out and top == EVAL_FOLDER:
-        names = (f"with_{'_'.join(what)}", *names)
+        variant.append(f"{printable(place.name)[:40]}_{digest}".replace("\\", "_"))
+    if variant and not out and top == EVAL_FOLDER:
+        names = (f"with_{'_'.join(variant)}", *names)
     folder = inside(Path(out), *names) if out else inside(saved.run, top, *names)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
@@ -71,11 +71,7 @@ def results_folder(
 
 
 def require_replaceable(is_own: bool, paths: Iterable[Path], why: str) -> None:
-    """Check that results take the place of earlier ones of their kind only, if of any.
-
-    Raises:
-        ValueError: One of the paths is there, but they are not the command's own; `why` says so.
-    """
+    """Raise ValueError if one of the paths exists and is not the command's own; `why` says so."""
     for path in () if is_own else filter(Path.exists, paths):
         raise ValueError(f"out: {path} exists and {why}; move it away, or use another --out")
 
@@ -88,10 +84,7 @@ def has_keys(file: Path, keys: set[str]) -> bool:
 
 
 def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
-    """Return where test images are, `root` or where they were in training, and if both are one.
-
-    A published data set is the same everywhere.
-    """
+    """Return where test images are, and whether they are the run's: a published set always is."""
     data = own = saved.config.data
     if root is not None:
         name = data.name if data.spec.own_files else recognize(Path(root)) or data.name
@@ -101,10 +94,9 @@ def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
 
 
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
-    """Load the test images of a model's data set.
+    """Load the test images of a model's data set, from `root` or where they were in training.
 
-    They are in `root`, perhaps as test/<class>/, or without it where they were in training. Some of
-    the model's classes may have none.
+    Some of the model's classes may have none.
 
     Raises:
         ValueError: The images are missing and could not be downloaded, have other classes, or the
@@ -113,9 +105,8 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     data, own = data_of(saved, root)
     # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
-    root, data = data.root, dataclasses.replace(data, download=download)
-    test = load_test_images(data, saved.preprocess)
-    classes = saved.classes
+    test = load_test_images(dataclasses.replace(data, download=download), saved.preprocess)
+    root, classes = data.root, saved.classes
     if others := {*test.classes} - {*classes}:
         raise ValueError(
             f"data.root: the test images in {root} have classes that {saved.path} does not know: "
@@ -139,17 +130,16 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
 
 
 def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
-    """Find the training images of a model and those that were held out; files are not decoded.
+    """Find the training images of a model and the held-out ones; files are not decoded.
 
     They are where they were in training, or else in `root`.
 
     Raises:
-        ValueError: They are missing, or differ from those that the model was trained on.
+        ValueError: They are missing, or differ from the images of the training run.
     """
     data = saved.config.data
     if root is not None:
-        there = dataclasses.replace(data, download=False)
-        config = dataclasses.replace(saved.config, data=there)
+        config = dataclasses.replace(saved.config, data=dataclasses.replace(data, download=False))
         with contextlib.suppress(ValueError):
             return load_split(dataclasses.replace(saved, config=config), None)
         data = dataclasses.replace(data, root=root)
@@ -169,7 +159,7 @@ def missing_packages(packages: Sequence[str]) -> list[str]:
 
 
 def require_packages(user: str, packages: Sequence[str], extra: str) -> None:
-    """Check that packages of an extra, which `user` needs, are installed; ValueError if not."""
+    """Raise ValueError if packages of an extra, which `user` needs, are not installed."""
     if missing := missing_packages(packages):
         raise ValueError(
             f"{user} needs {', '.join(missing)}, not installed here; run "

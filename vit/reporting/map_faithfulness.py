@@ -43,10 +43,7 @@ def measure_maps(
     seed: int,
     rollout: RolloutOptions = DEFAULTS,
 ) -> Table:
-    """Measure the faithfulness of kinds of map for the predicted class, see `score_maps`.
-
-    The kinds are keys of `vit.explain.kinds.ALL_KINDS`.
-    """
+    """Measure the faithfulness of kinds of map for the predicted class, see `score_maps`."""
     logits, maps = classifier.maps(
         images.pixels(), kinds, None, classifier.precision, batch_size, rollout
     )
@@ -64,9 +61,9 @@ def score_maps(
 ) -> Table:
     """Measure the faithfulness of maps (B, rows, columns) by kind, and of two baselines.
 
-    The maps explain the classes `target`, (B,) int64. Those of pixels are averaged over each patch
+    The maps explain the classes `target`, (B,) int64. Maps of pixels are averaged over each patch
     before patches are hidden. If the B images have masks, the maps are compared with them too. The
-    seed is that of the random baseline. A progress bar is shown on terminals.
+    seed is for the random baseline.
 
     Returns:
         For each map and metric, the mean over images and half the width of its 95% interval.
@@ -74,7 +71,7 @@ def score_maps(
     """
     inputs = classifier.normalize(images.pixels())
     grid = require_attention(classifier.model).patch_embed.grid(*inputs.shape[-2:])
-    by_patch = {kind: to_patches(found.cpu(), grid) for kind, found in maps.items()}
+    by_patch = {kind: to_patches(values.cpu(), grid) for kind, values in maps.items()}
     by_patch |= baselines(len(images), grid, seed)
     passes = 2 * len(LEVELS) * len(by_patch) * len(images)
     scores = {}
@@ -85,18 +82,18 @@ def score_maps(
             bar.update(len(part))
             return classifier.forward(part)
 
-        for kind, found in by_patch.items():
-            curves = hiding_curves(classify, inputs, found, target, LEVELS, batch_size, fill)
+        for kind, values in by_patch.items():
+            curves = hiding_curves(classify, inputs, values, target, LEVELS, batch_size, fill)
             scores[kind] = faithfulness(*curves)
-    for kind, values in scores.items():
+    for kind, metrics in scores.items():
         if kind != "centred":
-            values["over_centred"] = values["lerf_morf"] - scores["centred"]["lerf_morf"]
+            metrics["over_centred"] = metrics["lerf_morf"] - scores["centred"]["lerf_morf"]
         if images.masks is not None:
-            found = maps[kind].cpu() if kind in maps else by_patch[kind]
-            values["pointing"] = pointing_game(found, images.masks)
+            values = maps[kind].cpu() if kind in maps else by_patch[kind]
+            metrics["pointing"] = pointing_game(values, images.masks)
     return {
-        kind: {metric: mean_interval(found) for metric, found in values.items()}
-        for kind, values in scores.items()
+        kind: {metric: mean_interval(values) for metric, values in metrics.items()}
+        for kind, metrics in scores.items()
     }
 
 
@@ -105,10 +102,10 @@ def as_table(table: Table, count: int) -> str:
     metrics = [m for m in METRICS if any(m in values for values in table.values())]
     rows = [["map", *(METRICS[metric] for metric in metrics)]]
     for kind, values in table.items():
-        entry = ALL_KINDS.get(kind)
-        name = entry.title if entry else f"{BASELINES[kind]} (baseline)"
-        if entry and not entry.class_specific:
-            name += ", class-agnostic"
+        if entry := ALL_KINDS.get(kind):
+            name = entry.title + ("" if entry.class_specific else ", class-agnostic")
+        else:
+            name = f"{BASELINES[kind]} (baseline)"
         pairs = (values.get(metric) for metric in metrics)
         rows.append([name, *("{:.3f} ± {:.3f}".format(*pair) if pair else "–" for pair in pairs)])
     title = f"faithfulness of the maps for the predicted class: {count:,} test images, "

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from vit.config import Config, to_dict
-from vit.console import printable, say
+from vit.console import by, printable, say
 from vit.files import write_atomically, write_json
 from vit.hub import HUB
 from vit.model.config import TIMM
@@ -61,25 +61,24 @@ None is stated yet. Choose one, and write it into the metadata at the top of thi
 
 
 def write_hub(saved: SavedModel, folder: Path) -> None:
-    """Write a folder for `hf upload OWNER/NAME FOLDER`; it does not tell where files were.
+    """Write a folder for `hf upload OWNER/NAME FOLDER`, without paths of this machine.
 
     ValueError if it exists: its model card may have been edited.
     """
     require_replaceable(False, [folder], "may have been edited")
-    classifier = saved
     config = without_places(saved.config)
     content = {
         "library_name": LIBRARY,
         "config": to_dict(config),
-        "preprocess": classifier.preprocess.to_dict(),
-        "label_names": list(classifier.classes),
+        "preprocess": saved.preprocess.to_dict(),
+        "label_names": list(saved.classes),
     }
     folder.mkdir(parents=True)
-    save_model(folder / MODEL_FILE, classifier, config, saved.step, saved.fingerprint)
+    save_model(folder / MODEL_FILE, saved, config, saved.step, saved.fingerprint)
     write_json(folder / "config.json", content)
     write_atomically(folder / "README.md", model_card(saved).encode())
-    what = shlex.join((f"OWNER/{saved.name}", str(folder)))
-    say(f"wrote {printable(folder)}; upload it with: hf upload {printable(what)}")
+    arguments = shlex.join((f"OWNER/{saved.name}", str(folder)))
+    say(f"wrote {printable(folder)}; upload it with: hf upload {printable(arguments)}")
 
 
 def without_places(config: Config) -> Config:
@@ -94,22 +93,19 @@ def without_places(config: Config) -> Config:
 
 def model_card(saved: SavedModel) -> str:
     """Describe a model in Markdown, with the results of its report on the test images."""
-    classifier = saved
     file = saved.run / EVAL_FOLDER / REPORT_FILE
-    measured = saved.finished and file.exists()
-    report = read_report(file) if measured else {}
+    report = read_report(file) if saved.finished and file.exists() else {}
     own = (report.get("source") or {}).get("own", True)
     if report.get("flip") or not own:  # not what the code in the card does on the test images
         report = {}
-    rows, columns = classifier.preprocess.image_size
     return CARD.format(
         metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),
         name=markdown(saved.name),
         place=json.dumps(f"{HUB}OWNER/{saved.name}"),
-        weights=sum(weight.numel() for weight in classifier.model.parameters()),
-        size=f"{rows} x {columns} x {classifier.preprocess.channels}",
-        count=len(classifier.classes),
-        classes=markdown(", ".join(classifier.classes)),
+        weights=sum(weight.numel() for weight in saved.model.parameters()),
+        size=by((*saved.preprocess.image_size, saved.preprocess.channels)),
+        count=len(saved.classes),
+        classes=markdown(", ".join(saved.classes)),
         library=LIBRARY,
         steps=saved.step,
         data=saved.config.data.name,
@@ -119,24 +115,20 @@ def model_card(saved: SavedModel) -> str:
 
 def _results(report: dict[str, Any]) -> str:
     """Format a report as text in Markdown."""
-    tables = [metrics_table(report)]
+    tables = metrics_table(report)
     if report["calibration"]:  # not in old reports
-        tables.append(calibration_table(report["calibration"]))
+        tables += f"\n\n{calibration_table(report['calibration'])}"
     # Indented, because a class could be named ``` and end a fence.
-    return f"On {report['n']:,} test images:\n\n" + textwrap.indent("\n\n".join(tables), "    ")
+    return f"On {report['n']:,} test images:\n\n" + textwrap.indent(tables, "    ")
 
 
 def _metadata(saved: SavedModel, report: dict[str, Any]) -> dict[str, Any]:
     """Return the Hub's metadata, with the accuracy if it was measured."""
-    about: dict[str, Any] = {
-        "library_name": LIBRARY,
-        "license": "unknown",
-        "pipeline_tag": "image-classification",
-    }
+    task, data = "image-classification", saved.config.data.name
+    about: dict[str, Any] = {"library_name": LIBRARY, "license": "unknown", "pipeline_tag": task}
     if report:
-        data = saved.config.data.name
         result = {
-            "task": {"type": "image-classification"},
+            "task": {"type": task},
             "dataset": {"name": data, "type": data},
             "metrics": [{"type": "accuracy", "value": report["accuracy"]}],
         }

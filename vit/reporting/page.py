@@ -1,6 +1,6 @@
 """Export of the Attention tab as one file, which a browser opens without a server.
 
-It contains the files of the tab, and what the plugin answers to all that the tab can ask. page.html
+It contains the files of the tab, and the plugin's answers to all requests of the tab. page.html
 forbids it to connect to anything; page.js starts it.
 """
 
@@ -58,12 +58,12 @@ def export_page(saved: SavedModel, target: Path, steps: str, log: Callable[[Path
         with tempfile.TemporaryDirectory() as folder:
             log(Path(folder))
             elements = _elements({saved.name: Path(folder)}, steps)
-    script = Path(__file__).with_suffix(".js").read_text("utf-8")
-    page = Template(Path(__file__).with_suffix(".html").read_text("utf-8")).substitute(
-        title=escape(saved.name),
-        elements="\n".join(elements),
-        script=script,
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    script, template = (
+        Path(__file__).with_suffix(suffix).read_text("utf-8") for suffix in (".js", ".html")
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = Template(template).substitute(
+        title=escape(saved.name), elements="\n".join(elements), script=script, digest=digest
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, page.encode())
@@ -87,14 +87,13 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
     for run in runs:
         shared: set[tuple[str, int]] = set()  # images share frames
         for image in ask("images", run=run).get("images", []):
-            for at in image["steps"]:
+            for step in (at["step"] for at in image["steps"]):
                 for part in ("details", "weights")[: 1 + image["has_weights"]]:
-                    ask(part, run=run, tag=image["tag"], step=at["step"])
-                shared |= {(tag, at["step"]) for tag in (image["features"] or {}).values()}
+                    ask(part, run=run, tag=image["tag"], step=step)
+                shared |= {(tag, step) for tag in (image["features"] or {}).values()}
         for tag, step in sorted(shared):
             ask("features", run=run, tag=tag, step=step)
-        live = ask("live", run=run).get("steps", [])
-        if live:
+        if live := ask("live", run=run).get("steps", []):
             ask("live_graph", run=run)
         for at in live:
             ask("live_weights", run=run, step=at["step"])
@@ -102,19 +101,19 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
 
 
 def _ask(apps: dict[str, Any], elements: list[str], first: int, route: str, **query: Any) -> Any:
-    """Add the answer to a question of api.js to the elements; return it if it is JSON."""
+    """Add the answer to a request of api.js to the elements; return it if it is JSON."""
     text = urlencode(query, safe="*").replace("~", "%7E")  # as URLSearchParams does
     response = Client(apps[f"/{route}"]).get(query_string=text)
     name = f"{route}?{text}".removesuffix("?")
-    data, found = response.data, response.get_json(silent=True) or {}
-    if found.get("spec"):
-        found["steps"] = found["steps"][first:]
-        if found["spec"]["floats"] > LARGEST_LIVE:
-            found = {"spec": None, "steps": [], "note": TOO_LARGE}
-        data = json.dumps(found).encode()
+    data, answer = response.data, response.get_json(silent=True) or {}
+    if answer.get("spec"):
+        answer["steps"] = answer["steps"][first:]
+        if answer["spec"]["floats"] > LARGEST_LIVE:
+            answer = {"spec": None, "steps": [], "note": TOO_LARGE}
+        data = json.dumps(answer).encode()
     elements.append(
         f'<script type="application/octet-stream" data-name="{escape(name)}" '
         f'data-type="{response.mimetype}" data-status="{response.status_code}">'
         f"{base64.b64encode(gzip.compress(data, mtime=0)).decode()}</script>"
     )
-    return found
+    return answer

@@ -18,12 +18,7 @@ from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import require_file, write_json, write_picture, write_table
-from vit.reporting.calibration import (
-    make_sets,
-    measure_calibration,
-    measure_sets,
-    set_columns,
-)
+from vit.reporting.calibration import make_sets, measure_calibration, measure_sets, set_columns
 from vit.reporting.loading import has_keys, require_replaceable
 from vit.reporting.tables import TOP, StoredParts, columns_of
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
@@ -45,16 +40,16 @@ def write_report(
     coverage: float | None = None,
     source: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a classifier after training `step` steps, and write what is found into a folder.
+    """Evaluate a classifier after training `step` steps; write report, predictions and figures.
 
-    These are report.json, predictions.csv, pictures and events; files of an earlier report are
-    replaced, except for its optional parts, if they are of the same model and images. With a
-    coverage, perhaps that of the earlier report, there are sets, see `Calibration.sets`.
-    The report names the `source` of the images: data, root, and whether they are the run's own.
+    An earlier report is replaced, except for its optional parts if they are of the same model and
+    images. With a coverage, perhaps from the earlier report, there are sets, see
+    `Calibration.sets`. The `source` of the images has data, root, and whether they are the run's
+    own.
 
     Returns:
         The report and `intervals`, see `vit.evaluation`, with the most confident mistakes,
-        calibration, see `measure_calibration`, and perhaps sets, see `measure_sets`. Its other
+        calibration, see `measure_calibration`, and perhaps sets, see `measure_sets`. All other
         numbers are of the logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
@@ -102,7 +97,7 @@ def _kept_parts(folder: Path, digest: str) -> dict[str, Any]:
     try:
         data = require_file(folder / REPORT_FILE).read_bytes()
         parts = parse(StoredParts, data, REPORT_FILE).model_dump(exclude_none=True)
-    except (OSError, ValueError):  # there is none
+    except (OSError, ValueError):  # no earlier report
         return {}
     if parts.pop("digest") == digest or not parts:
         return parts
@@ -168,22 +163,17 @@ def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> 
 
 
 def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
-    """Map what speaks for and against the predicted (B,) and the true class (B,) of images.
+    """Return relevance of pixels, (B, 2, H, W), for the predicted and the true class, (B,) each.
 
-    Unlike the maps of `Classifier.maps`, both have the same unit, so they can be compared: their
-    difference is the relevance of the difference of the two logits.
-
-    Returns:
-        Layer-wise relevance of pixels for the predicted and for the true class, (B, 2, H, W), in
-        units of the former's mean absolute value.
+    Unlike in `Classifier.maps`, both are in units of the mean absolute value for the predicted
+    class, so they can be compared: their difference is the relevance of the difference of the two
+    logits.
     """
-    inputs = classifier.normalize(images)
-    found = [
-        propagate(classifier.model, inputs, target.to(inputs.device))[1].sum(dim=1)
-        for target in (predicted, labels)
-    ]
-    maps = torch.stack(found, dim=1)
-    return maps / maps[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
+    model, inputs = classifier.model, classifier.normalize(images)
+    targets = (classes.to(inputs.device) for classes in (predicted, labels))
+    maps = [propagate(model, inputs, target)[1].sum(dim=1) for target in targets]
+    relevance = torch.stack(maps, dim=1)
+    return relevance / relevance[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
 
 
 def report_files(folder: Path) -> list[Path]:
@@ -192,7 +182,7 @@ def report_files(folder: Path) -> list[Path]:
 
 
 def require_own_report(folder: Path) -> None:
-    """Check that a report would replace only files of an earlier one; ValueError if not."""
+    """Raise ValueError if a report would replace files that are not of an earlier one."""
     file = folder / REPORT_FILE
     is_own = has_keys(file, {"accuracy", "confusion_matrix", "ece"})
     require_replaceable(is_own, [file, *report_files(folder)], "is not of a report")

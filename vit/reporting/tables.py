@@ -30,7 +30,7 @@ Probabilities: Any = create_model(
     "Probabilities", temperature=(Number, ...), **_measures("loss", "ece")
 )
 Source: Any = create_model("Source", own=(bool, ...))
-# What is read from report.json again; other fields are ignored.
+# The fields that are read from report.json again.
 StoredReport = create_model(
     "StoredReport",
     n=(int, ...),
@@ -44,7 +44,7 @@ StoredReport = create_model(
 )
 
 Sets: Any = create_model("Sets", coverage=(Between0And1 | None, None))
-# What the next report keeps, and `digest`, which says what it is of.
+# What the next report keeps if the model and the images, see `digest`, are the same.
 StoredParts = create_model(
     "StoredParts", digest=(str, ""), sets=(Sets | None, None), unfamiliar=(Any, None),
     corruptions=(Any, None),
@@ -52,7 +52,7 @@ StoredParts = create_model(
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """Read report.json as far as it is shown again; errors as for `vit.settings.parse`."""
+    """Read the fields of report.json that are shown again; errors as for `vit.settings.parse`."""
     report: dict[str, Any] = parse(StoredReport, require_file(file).read_bytes(), file).model_dump()
     size = len(report["per_class"])
     if [len(row) for row in report["confusion_matrix"]] != [size] * size:
@@ -98,10 +98,10 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(text: object) -> str:
-    """Return text as one line that Markdown shows as it is, wherever it comes from."""
+    """Return text as one line that Markdown shows unchanged, wherever it comes from."""
     within_word = r"(?<=[^\W_])_(?=[^\W_])"  # where an underscore means nothing
     special = rf"(?!{within_word})[\\`*_\[\]<>|~&$#!@]|:(?=//)|(?<=www)\."
-    return re.sub(special, lambda found: f"&#{ord(found[0])};", printable(text))
+    return re.sub(special, lambda match: f"&#{ord(match[0])};", printable(text))
 
 
 def _columns(cell: str) -> int:
@@ -111,20 +111,14 @@ def _columns(cell: str) -> int:
 
 
 def with_interval(row: dict[str, Any], key: str, form: str) -> str:
-    """Format a value and its 95% interval, such as `loss` and `loss_95`, with a format code.
-
-    A value may be None; old reports lack intervals.
-    """
+    """Format a value, or None, and its 95% interval, if any, such as `loss` and `loss_95`."""
     value, interval = row[key], row.get(f"{key}_95")
     text = "–" if value is None else f"{value:{form}}"
     return f"{text} ({interval[0]:{form}} to {interval[1]:{form}})" if interval else text
 
 
 def metrics_table(result: dict[str, Any]) -> str:
-    """Format the result of `vit.evaluation.evaluate` as text: overall, then a row per class.
-
-    Intervals, in brackets, are of 95%.
-    """
+    """Format the result of `vit.evaluation.evaluate` as text: overall, then a row per class."""
     names = [shorten(name, LONGEST_NAME) for name in result["per_class"]]
     lines = [
         f"accuracy          {with_interval(result, 'accuracy', '.2%')}, {result['n']:,} images",
@@ -134,7 +128,7 @@ def metrics_table(result: dict[str, Any]) -> str:
         f"speed             {result['images_per_second']:,.0f} images/s, slow start included",
     ]
     if len(names) <= 5:
-        del lines[1]  # it says nothing
+        del lines[1]  # it is always 100%
     rows = [["class", "recall", "precision", "images", "most often confused with"]]
     confusion = enumerate(result["confusion_matrix"])
     for values, (label, counts) in zip(result["per_class"].values(), confusion, strict=True):

@@ -37,9 +37,7 @@ METRICS = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR at 95% recall"}
 def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
     """Load images of no class, of the model's size: noise, a data set's test images, or a folder.
 
-    Raises:
-        ValueError: There are fewer than 10, it is the data set of the test images, or it is missing
-            and could not be downloaded.
+    ValueError if they are fewer than 10, missing, or of the data set of the test images.
     """
     preprocess, data = saved.preprocess, saved.config.data
     known = ["noise", *(key for key, spec in DATASETS.items() if not spec.own_files)]
@@ -81,29 +79,30 @@ def report_unfamiliar(
         F.normalize(classifier.features(i, batch_size), dim=1).cpu() for i in bar
     )
     familiar, unfamiliar = (
-        _scores(classifier.logits(images, batch_size).cpu(), each, reference)
-        for images, each in zip(sets[1:], features, strict=True)
+        _scores(classifier.logits(images, batch_size).cpu(), vectors, reference)
+        for images, vectors in zip(sets[1:], features, strict=True)
     )
-    scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
-    found = {name: detection(*pair) for name, pair in scores.items()}
+    scores = {score: (familiar[score], unfamiliar[score]) for score in familiar}
+    measured = {score: detection(*pair) for score, pair in scores.items()}
     rows = [["score", *METRICS.values()]]
-    rows += [[name, *(with_interval(found[name], key, ".3f") for key in METRICS)] for name in found]
+    for score, metrics in measured.items():
+        rows.append([score, *(with_interval(metrics, key, ".3f") for key in METRICS)])
     title = f"{len(test):,} test images against {len(others):,} of {name}"
-    share = len(test) / (len(test) + len(others))
+    random = len(test) / (len(test) + len(others))
     about = (
-        f"perfect: AUROC 1, AUPR 1, FPR 0; random: 0.500, {share:.3f}, 0.950; FPR is the "
+        f"perfect: AUROC 1, AUPR 1, FPR 0; random: 0.500, {random:.3f}, 0.950; FPR is the "
         "fraction of unfamiliar images that are accepted with 95% of the test images"
     )
-    numbers = {"images": name, "n": len(others), "seed": seed, **found}
+    numbers = {"images": name, "n": len(others), "seed": seed, **measured}
     pictures = {"unfamiliar": scores_picture(scores)}
     return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows), about]), pictures, {})
 
 
 def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:
-    """Return how familiar images look, (N,) each, more for larger values; features have length 1.
+    """Return how familiar images look, (N,) each, more for larger values.
 
-    For energy see `vit.calibration`. The distance to the tenth nearest of the training features
-    (arXiv 2204.06507) is negated.
+    The distance to the tenth nearest of the training features, all of length 1, is from arXiv
+    2204.06507.
     """
     nearest = [
         torch.cdist(part, reference).kthvalue(min(NEIGHBOURS, len(reference))).values
@@ -137,6 +136,6 @@ def detection(familiar: Tensor, unfamiliar: Tensor) -> dict[str, Any]:
         return torch.stack([torch.trapezoid(tpr, fpr), tpr.diff() @ precision, fpr95])
 
     ones = (torch.ones(size, dtype=torch.float64) for size in sizes)
-    found = dict(zip(METRICS, measure(*ones).tolist(), strict=True))
-    intervals = bootstrap(measure, *sizes).tolist()
-    return found | {f"{key}_95": pair for key, pair in zip(METRICS, intervals, strict=True)}
+    points, intervals = measure(*ones).tolist(), bootstrap(measure, *sizes).tolist()
+    keys = (*METRICS, *(f"{key}_95" for key in METRICS))
+    return dict(zip(keys, points + intervals, strict=True))
