@@ -1,7 +1,4 @@
-"""`eval.py RUN compare`: accuracy, speed and attention of models on the same test images.
-
-Shapes: N test images.
-"""
+"""`eval.py RUN compare`: accuracy, speed and attention of models on the same test images."""
 
 import dataclasses
 import hashlib
@@ -21,7 +18,7 @@ from vit.evaluation import evaluate, intervals
 from vit.files import write_atomically, write_json
 from vit.hardware import describe
 from vit.intervals import average, mcnemar, student
-from vit.model.attention_model import require_attention
+from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
 from vit.model_file import SavedModel
 from vit.reporting.corruptions import compare_corrupted
@@ -48,9 +45,8 @@ MEASURES = (
 def run(name: str, options: CompareConfig) -> None:
     """Compare models with the first on the test images; print a table, and write it with numbers.
 
-    Raises:
-        ValueError: A model or the data cannot be read, the models have different data or classes,
-            or the folder for results contains files of another kind.
+    ValueError if a model or the data cannot be read, if models have different data or classes, or
+    if the folder for results contains files of another kind.
     """
     if options.corruptions:
         require_packages("corruptions", ("scipy",), "evaluation")
@@ -98,9 +94,8 @@ def run(name: str, options: CompareConfig) -> None:
     say(f"\n{text}")
     if options.corruptions:
         pairs = dict(zip(names, zip(models, tests, strict=True), strict=True))
-        content["corruptions"], table = compare_corrupted(
-            pairs, folder, options.seed, options.batch_size
-        )
+        results, table = compare_corrupted(pairs, folder, options.seed, options.batch_size)
+        content["corruptions"] = results
         say(f"\n{table}")
         text += f"\n\n{table}"
     write_atomically(folder / "comparison.md", f"{text}\n".encode())
@@ -153,11 +148,11 @@ def _compare_groups(
 
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
     """Load the first model's test images for a model; ValueError if data or classes differ."""
-    data = first.config.data
-    if saved.config.data.name != data.name:
+    data, own = first.config.data, saved.config.data
+    if own.name != data.name:
         raise ValueError(
-            f"compare: {saved.path} was trained on {saved.config.data.name}, not on {data.name} "
-            f"like {first.path}; only models of the same data set can be compared"
+            f"compare: {saved.path} was trained on {own.name}, not on {data.name} like "
+            f"{first.path}; only models of the same data set can be compared"
         )
     if {*saved.classes} != {*first.classes}:
         raise ValueError(f"compare: {saved.path} and {first.path} must have the same classes")
@@ -167,13 +162,12 @@ def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageS
 
 def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Maps:
     """Return the rollout of all test images in fractions, (N, rows, columns); None without maps."""
-    if not classifier.has_maps:
+    if (reader := attention_model(classifier.model)) is None:
         return None
     parts = test.parts(batch_size)
     maps = (classifier.maps(part, precision=classifier.precision)[1]["rollout"] for part in parts)
     uniform = torch.cat([part.cpu() for part in maps])
-    prefix = require_attention(classifier.model).num_prefix_tokens
-    return uniform / (prefix + uniform[0].numel())
+    return uniform / (reader.num_prefix_tokens + uniform[0].numel())
 
 
 def name_architectures(models: Sequence[ModelConfig]) -> list[str]:
@@ -195,9 +189,9 @@ def differences(
     Returns:
         only_right, the numbers of images that only the first and only the other classifies
         correctly; mcnemar_p, see `vit.intervals.mcnemar`; and if both have maps, moved_attention,
-        the mean fraction of the attention, 0 to 1, that is elsewhere, with its 95% interval
-        moved_attention_95, and most_moved, the images where it is largest. Places are the patches
-        of the finer grid, and class token and registers together.
+        the mean fraction of attention, 0 to 1, on other patches of the finer grid, or moved between
+        patches and other tokens; its interval moved_attention_95; and most_moved, the images where
+        it is largest.
     """
     only = [int((right & ~right_other).sum()), int((right_other & ~right).sum())]
     result = {"only_right": only, "mcnemar_p": mcnemar(*only)}

@@ -22,9 +22,7 @@ LISTED = 6  # of the largest and of the smallest effects in each part of the tab
 def run(name: str, options: HeadsConfig) -> None:
     """Mute each head, each layer and pairs of heads of a model, and write what it loses.
 
-    Raises:
-        ValueError: The model or the data cannot be read, there are no held-out images, or the
-            model's heads cannot be read.
+    ValueError if the model, its heads or the data cannot be read, or without held-out images.
     """
     saved = load_run(name, options.device, options.precision)
     require_attention(saved.model)

@@ -34,9 +34,8 @@ LIVE_MB = 100  # for the model, which the Attention tab can run
 def run(name: str, options: MapsConfig) -> None:
     """Draw and save attention maps of test images, and measure their faithfulness.
 
-    Raises:
-        ValueError: The model or the data cannot be read, an image, class or layer does not exist,
-            or the model has no attention maps.
+    ValueError if the model or the data cannot be read, an image, class or layer does not exist, or
+    the model has no attention maps.
     """
     saved = load_run(name, options.device, options.precision)
     depth = len(require_attention(saved.model).blocks)
@@ -102,18 +101,15 @@ def _write_maps(
     explained = logits.argmax(dim=1).cpu() if targets is None else targets
     logits = saved.scaled(logits)
     probabilities, predicted = logits.softmax(dim=1).max(dim=1)
+    specs = {kind: ALL_KINDS[kind] for kind in maps}
     content = {
         "data": saved.config.data.name,
         "split": "test",
         "readout": layout_of(require_attention(saved.model), *pixels.shape[-2:]).readout,
         "rollout": asdict(rollout),
         "maps": {
-            kind: {
-                "file": f"{kind}.npy",
-                "class_specific": ALL_KINDS[kind].class_specific,
-                "unit": ALL_KINDS[kind].unit,
-            }
-            for kind in maps
+            kind: {"file": f"{kind}.npy", "class_specific": spec.class_specific, "unit": spec.unit}
+            for kind, spec in specs.items()
         },
         "images": [
             {
@@ -170,7 +166,7 @@ def _write_records(
     images = test.select(indices).in_memory()
     frames = read_frames(saved, test, saved.config.train.seed)
     if frames is not None:
-        add_frames(writer, frames.numpy(), saved.step)
+        add_frames(writer, frames, saved.step)
     batches = attention_records(saved, images, frames=frames, target=target, rollout=rollout)
     records = (record for _, batch in batches for record in batch)
     features: list[Tensor] = []

@@ -17,8 +17,7 @@ from vit.run.folder import PHOTOS_FOLDER, SHEET_SUFFIX
 def run(name: str, options: PhotoConfig) -> None:
     """Print the most probable classes of photos, and write sheets if the model has maps.
 
-    Raises:
-        ValueError: The model or all photos cannot be read, or the class does not exist.
+    ValueError if the model or all photos cannot be read, or the class does not exist.
     """
     paths = find_photos(options.photos, "photo")
     saved = load_run(name, options.device, options.precision)

@@ -1,7 +1,4 @@
-"""`eval.py RUN predict`: a table of predictions for any number of image files.
-
-Shapes: N images, C classes.
-"""
+"""`eval.py RUN predict`: a table of predictions for any number of image files."""
 
 import contextlib
 import itertools
@@ -21,7 +18,7 @@ from vit.data.photos import find_photos
 from vit.data.stream import ImageFiles
 from vit.distributed.stop import Stopped, StopRequest, stop_on_signals
 from vit.files import require_file, write_table
-from vit.reporting.calibration import make_sets, set_columns
+from vit.reporting.calibration import make_sets, with_sets
 from vit.reporting.loading import load_run, require_replaceable, results_folder, warn_skipped
 from vit.reporting.tables import TOP, columns_of
 from vit.run.folder import PHOTOS_FILE
@@ -41,8 +38,7 @@ def run(name: str, options: PredictConfig) -> Path:
         flipped; with a coverage, set_lac and set_raps: classes, best first, separated by |.
 
     Raises:
-        ValueError: No images or the model can be read, or the output is a file that is not a table
-            of predictions.
+        ValueError: The model or all images cannot be read, or the output is another kind of file.
         KeyboardInterrupt: After Ctrl-C or SIGTERM, when the rows so far are written.
     """
     paths = find_photos(options.photos, "predict")
@@ -100,8 +96,7 @@ def _rank_files(
             # From the pixels, so that the set of a photo does not depend on those before it.
             uniform = [zlib.crc32(image.numpy().tobytes()) / 2**32 for image in images]
             sets = make_sets(classifier, logits, torch.tensor(uniform), options.coverage)
-            columns = set_columns(sets, logits, classifier.classes)
-            rows = [row | more for row, more in zip(rows, columns, strict=True)]
+            rows = [*with_sets(rows, sets, logits, classifier.classes)]
         yield from rows
 
 

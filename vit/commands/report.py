@@ -50,8 +50,7 @@ def evaluate(
 def run(name: str, options: ReportConfig) -> dict[str, Any]:
     """Evaluate a model on the test images; print, write and return the report.
 
-    Raises:
-        ValueError: The model or the data cannot be read, or the folder contains other files.
+    ValueError if the model or the data cannot be read, or the folder contains other files.
     """
     saved = load_run(name, options.device, options.precision, options.flip)
     # What cannot work is refused before minutes of classifying.

@@ -104,8 +104,7 @@ def train(
 def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
     """Load the training images and the held-out images, and move them to the device.
 
-    Raises:
-        ValueError: Images are missing, or differ from those the run was started with.
+    ValueError if images are missing, or differ from those the run was started with.
     """
     config, checkpoint, world = run.config, run.checkpoint, run.world
     data = config.data
@@ -125,8 +124,8 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
                 f"images of the classes {', '.join(checkpoint.classes)} with which the run in "
                 f"{config.out} was started: files were added, deleted or renamed, or the version "
-                "did not keep copies together; restore them, "
-                "point --data.root at them, or train in another folder with --out"
+                "did not keep copies together; restore them, point --data.root at them, or train "
+                "in another folder with --out"
             )
     return training.to(run.device), held_out.to(run.device)
 

@@ -77,14 +77,17 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     _check_target(writer, tag, step, model)
     prefix = _prefix_names(num_prefix_tokens, readout)
     names, true, logits = _predictions(len(pixels), classes, labels, logits)
-    shown = _maps(maps, len(pixels), grid, layers, num_prefix_tokens, readout)
+    if maps is None and readout is not None:
+        rollout = attention_rollout(layers, readout=readout, num_prefix_tokens=num_prefix_tokens)
+        maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}
+    shown = _maps(maps or {}, len(pixels), grid)
     frames, features = _features(tokens, layers, num_prefix_tokens)
     fields = [{"maps": own, "label": label} for own, label in zip(shown, true, strict=True)]
     records = image_records(
         pixels, layers, grid, prefix, logits, features, fields, readout=readout, classes=names
     )
     if frames is not None:
-        add_frames(writer, frames.numpy(), step, f"{tag}/frames")
+        add_frames(writer, frames, step, f"{tag}/frames")
     for number, record in enumerate(records):
         name = tag if len(records) == 1 else f"{tag}_{number:02d}"
         add_record(writer, name, replace(record, frames=f"{tag}/frames"), step)
@@ -194,25 +197,13 @@ def _predictions(
     return names, [None] * batch if labels is None else true, logits
 
 
-def _maps(
-    maps: Mapping[str, Tensor] | None,
-    batch: int,
-    grid: tuple[int, int],
-    layers: list[Tensor],
-    num_prefix_tokens: int,
-    readout: Literal["class_token", "mean"] | None,
-) -> list[list[Map]]:
-    """Return the maps of each image, or its attention rollout if `maps` is None."""
-    if maps is None and readout is not None:
-        rollout = attention_rollout(layers, readout=readout, num_prefix_tokens=num_prefix_tokens)
-        maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}
+def _maps(maps: Mapping[str, Tensor], batch: int, grid: tuple[int, int]) -> list[list[Map]]:
+    """Return the maps of each image."""
     shown: list[list[Map]] = [[] for _ in range(batch)]
-    for kind, values in (maps or {}).items():
-        if tuple(values.shape) != (batch, *grid) or not values.isfinite().all():
-            raise ValueError(
-                f"maps: {kind} is {tuple(values.shape)}, not ({batch}, {grid[0]}, {grid[1]}) "
-                "finite numbers"
-            )
+    for kind, values in maps.items():
+        shape = tuple(values.shape)
+        if shape != (batch, *grid) or not values.isfinite().all():
+            raise ValueError(f"maps: {kind} is {shape}, not {(batch, *grid)} finite numbers")
         entry = ALL_KINDS.get(kind)
         title, signed = (entry.title, entry.signed) if entry else (kind, False)
         for own, heat in zip(shown, values.float().flatten(1).tolist(), strict=True):

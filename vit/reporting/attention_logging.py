@@ -22,7 +22,7 @@ from vit.reporting.heads import draw_heads, measure_groups
 from vit.reporting.live import LiveLog
 from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES, ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
-from vit.tensorboard_plugin.records import FRAMES_TAG, Record
+from vit.tensorboard_plugin.records import FRAMES_TAG
 
 RECORD_TAG = "attention/probe_{:02d}"
 STATISTICS = {"entropy": "entropy / log N", "distance": "distance, pixels",
@@ -74,8 +74,11 @@ class AttentionLogging:
             warn(f"the attention of step {step} is not logged: its numbers are not finite")
             return
         for number, record in enumerate(records):
-            tag = RECORD_TAG.format(number)
-            yield tag, summaries(tag, _with_importance(record, importance))
+            tag, details = RECORD_TAG.format(number), record.details
+            if importance is not None and importance.isfinite().all():
+                statistics = replace(details.statistics, importance=importance.tolist())
+                record = replace(record, details=replace(details, statistics=statistics))
+            yield tag, summaries(tag, record)
         heads = {
             name: torch.tensor([getattr(r.details.statistics, name) for r in records]).mean(dim=0)
             for name in STATISTICS
@@ -98,20 +101,13 @@ class AttentionLogging:
             yield ROLLOUT_TAG.format(number), picture
 
 
-def _with_importance(record: Record, importance: Tensor | None) -> Record:
-    if importance is None or not importance.isfinite().all():
-        return record
-    statistics = replace(record.details.statistics, importance=importance.tolist())
-    return replace(record, details=replace(record.details, statistics=statistics))
-
-
 def attention_logging(setup: Setup) -> AttentionLogging | None:
     """Log the attention of a few held-out images, or else training images."""
     track, seed = setup.config.track, setup.config.train.seed
-    if not track.probes or attention_model(setup.model) is None:
+    model: Any = attention_model(setup.model)
+    if not track.probes or model is None:
         return None
     images = setup.held_out if len(setup.held_out) else setup.training
-    model: Any = require_attention(setup.model)
     tokens = math.prod(model.patch_embed.grid(*setup.preprocess.image_size))
     trained = setup.total_steps * setup.config.train.batch_size
     room = max(LOGGED_FRACTION * trained, FREE_TOKENS / tokens)

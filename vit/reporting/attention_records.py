@@ -236,21 +236,18 @@ def image_records(
             distance=distance.tolist() if height == width else None,
             sink=sink_mass(alone).tolist(),
         )
+        top: list[tuple[int, float]] = []  # classes and probabilities, best first
+        if logits is not None:
+            best = logits[row].softmax(dim=0).topk(min(TOP_CLASSES, logits.shape[1]))
+            top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         details = Details(
             image=image_url(pixels[row]), image_size=size, grid=grid, prefix=[*prefix],
-            layers=len(weights), heads=heads, statistics=statistics,
-            top=[] if logits is None else _top(logits[row]), **own, **shared,
+            layers=len(weights), heads=heads, statistics=statistics, top=top, **own, **shared,
         )  # fmt: skip
-        kept = np.concatenate([layer.numpy() for layer in alone]) if stored else None
+        kept = torch.cat(alone).numpy() if stored else None
         numbers = None if features is None else features[row].numpy()
         records.append(Record(details=details, weights=kept, features=numbers))
     return records
-
-
-def _top(logits: Tensor) -> list[tuple[int, float]]:
-    """Return the most probable classes and their probabilities, best first."""
-    best = logits.softmax(dim=0).topk(min(TOP_CLASSES, len(logits)))
-    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def add_record(writer: SummaryWriter, tag: str, record: Record, step: int) -> None:
@@ -258,6 +255,6 @@ def add_record(writer: SummaryWriter, tag: str, record: Record, step: int) -> No
     writer._get_file_writer().add_summary(summaries(tag, record), step)
 
 
-def add_frames(writer: SummaryWriter, frames: np.ndarray, step: int, tag: str = FRAMES_TAG) -> None:
+def add_frames(writer: SummaryWriter, frames: Tensor, step: int, tag: str = FRAMES_TAG) -> None:
     """Write the frames of features, (L, K, D), under the tag that records name."""
-    writer._get_file_writer().add_summary(frames_summary(frames, tag), step)
+    writer._get_file_writer().add_summary(frames_summary(frames.numpy(), tag), step)

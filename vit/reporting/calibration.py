@@ -1,9 +1,6 @@
-"""How good a classifier's probabilities are on test images, and its sets of classes.
+"""How good a classifier's probabilities are on test images, and its sets of classes."""
 
-Shapes: N images, C classes.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -80,13 +77,14 @@ def measure_sets(sets: dict[str, Tensor], images: ImageSet) -> dict[str, list[di
     }
 
 
-def set_columns(
-    sets: dict[str, Tensor], logits: Tensor, classes: Sequence[str]
-) -> Iterator[dict[str, str]]:
-    """Yield the columns set_lac and set_raps of images: classes, best first, separated by |."""
-    for row, ranking in enumerate(logits.argsort(dim=1, descending=True).tolist()):
-        yield {
-            f"set_{kind}": "|".join(classes[c] for c in ranking if inside[row, c])
+def with_sets(
+    rows: Iterable[dict[str, Any]], sets: dict[str, Tensor], logits: Tensor, classes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Add the columns set_lac and set_raps to rows: classes, best first, separated by |."""
+    rankings = logits.argsort(dim=1, descending=True).tolist()
+    for number, (row, ranking) in enumerate(zip(rows, rankings, strict=True)):
+        yield row | {
+            f"set_{kind}": "|".join(classes[c] for c in ranking if inside[number, c])
             for kind, inside in sets.items()
         }
 

@@ -1,7 +1,4 @@
-"""Accuracy on corrupted images, for the report and for comparisons, each with its interval.
-
-Shapes: N images.
-"""
+"""Accuracy on corrupted images, for the report and for comparisons, each with its interval."""
 
 import hashlib
 import math

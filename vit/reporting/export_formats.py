@@ -6,8 +6,6 @@ torch.export take images that are normalized already; their metadata say how, as
     classes     the class names
     preprocess  the fields of `vit.data.preprocess.Preprocess`
     input       what the model takes, in words
-
-Shapes: B batch, C classes.
 """
 
 import copy
@@ -134,17 +132,20 @@ def load_timm(folder: Path) -> Runner:
 
 def write_onnx(classifier: Classifier, _: ModelConfig, path: Path) -> None:
     """Write an ONNX file with a dynamic batch, named input and output, and metadata."""
-    program = torch.onnx.export(
-        _trace(classifier),
-        dynamo=True,
-        verbose=False,
-        input_names=[INPUT],
-        output_names=[OUTPUT],
-        dynamic_shapes=({0: "batch"},),  # the name of the axis
-    )
-    assert program is not None
+    axes = ({0: "batch"},)  # names
+    program = to_onnx(_trace(classifier), [INPUT], [OUTPUT], dynamic_shapes=axes)
     program.model.metadata_props.update(metadata(classifier))
     program.save(path)
+
+
+def to_onnx(
+    program: torch.export.ExportedProgram, inputs: list[str], outputs: list[str], **options: Any
+) -> torch.onnx.ONNXProgram:
+    """Convert a traced module with named inputs and outputs, and options of torch.onnx.export."""
+    names: dict[str, Any] = {"input_names": inputs, "output_names": outputs}
+    converted = torch.onnx.export(program, dynamo=True, verbose=False, **names, **options)
+    assert converted is not None
+    return converted
 
 
 def load_onnx(path: Path) -> Runner:

@@ -33,7 +33,7 @@ from vit.classifier import Classifier
 from vit.console import shorten, warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
-from vit.reporting.export_formats import trace
+from vit.reporting.export_formats import to_onnx, trace
 from vit.reporting.loading import missing_packages, require_packages
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
@@ -54,38 +54,27 @@ def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:
 def graph_of(classifier: Classifier) -> bytes:
     """Return the ONNX graph, in float32 and the same for all weights.
 
-    Raises:
-        ValueError: The packages are not installed, the model's attention cannot be read, or
-            torch.export does not support the model.
+    ValueError if the packages are not installed, the model's attention cannot be read, or
+    torch.export does not support the model.
     """
     require_packages("the live model", PACKAGES, "export")
     import onnx_ir as ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
 
-    model, named = copy.deepcopy(classifier.model).cpu().float(), _named_weights(classifier.model)
-    interventions, preprocess = Interventions(model), classifier.preprocess
-    rows, columns = require_attention(model).patch_embed.grid(*preprocess.image_size)
-    inputs = (
-        torch.zeros(1, preprocess.channels, *preprocess.image_size),
-        gates_of(model),
-        torch.ones(1, rows * columns),
-        named,
-    )
+    module, named = copy.deepcopy(classifier.model).cpu().float(), _named_weights(classifier.model)
+    interventions, preprocess = Interventions(module), classifier.preprocess
+    rows, columns = require_attention(module).patch_embed.grid(*preprocess.image_size)
+    images = torch.zeros(1, preprocess.channels, *preprocess.image_size)
+    inputs = images, gates_of(module), torch.ones(1, rows * columns), named
     # While the exporter optimizes, the weights are inputs. As initializers, it would fold small
     # ones into constants and merge equal ones, which hold for this step only.
-    program = torch.onnx.export(
-        trace(_WithWeights(interventions), inputs),
-        dynamo=True,
-        verbose=False,
-        input_names=[*INPUTS, *named],
-        output_names=OUTPUTS,
-        optimize=False,  # it would look for patterns for a second, as ONNX Runtime does later
-    )
-    assert program is not None
-    fold_constants(program.model)
-    remove_unused_nodes(program.model)
-    graph, offset = program.model.graph, 0
+    # The exporter's optimization would look for patterns for a second, as ONNX Runtime does later.
+    traced, names = trace(_WithWeights(interventions), inputs), [*INPUTS, *named]
+    model = to_onnx(traced, names, [*OUTPUTS], optimize=False).model
+    fold_constants(model)
+    remove_unused_nodes(model)
+    graph, offset = model.graph, 0
     for value, (name, tensor) in zip(graph.inputs[len(INPUTS) :], named.items(), strict=True):
         shape, size = ir.Shape(tensor.shape), tensor.nbytes
         value.const_value = ir.ExternalTensor(
@@ -94,17 +83,14 @@ def graph_of(classifier: Classifier) -> bytes:
         graph.initializers.add(value)
         offset += size
     del graph.inputs[len(INPUTS) :]
-    ClearMetadataAndDocStringPass()(program.model)  # names and paths of the code
-    serialized: bytes = ir.to_proto(program.model).SerializeToString(deterministic=True)
-    return serialized
+    ClearMetadataAndDocStringPass()(model)  # names and paths of the code
+    return ir.to_proto(model).SerializeToString(deterministic=True)
 
 
 class LiveLog:
-    """Stores a model so that the Attention tab can run it at the last steps.
+    """Stores a model in at most `megabytes` (10^6 bytes), for the Attention tab to run it.
 
-    Args:
-        megabytes: 10^6 bytes that the graph and the weights of all steps may take.
-        planned: Number of steps at which `summaries` is called.
+    `planned` is the number of steps at which `summaries` is called.
     """
 
     def __init__(self, megabytes: float, planned: int = 1) -> None:
@@ -189,14 +175,14 @@ _logs: WeakKeyDictionary[SummaryWriter, LiveLog] = WeakKeyDictionary()
 def _spec(classifier: Classifier, planned: int) -> LiveSpec:
     """Describe a model; a ValueError tells that the page could not run it."""
     model, preprocess = require_attention(classifier.model), classifier.preprocess
-    rows, columns = model.patch_embed.grid(*preprocess.image_size)
+    grid = model.patch_embed.grid(*preprocess.image_size)
     layers, heads = gates_of(classifier.model).shape
     floats = sum(tensor.numel() for tensor in _named_weights(classifier.model).values())
     channels: Any = preprocess.channels
     return LiveSpec(
-        **preprocess.to_dict(), channels=channels, grid=(rows, columns),
-        prefix=model.num_prefix_tokens, layers=layers, heads=heads,
-        classes=list(classifier.classes), floats=floats, planned=planned, left_out=0,
+        **preprocess.to_dict(), channels=channels, grid=grid, prefix=model.num_prefix_tokens,
+        layers=layers, heads=heads, classes=list(classifier.classes), floats=floats,
+        planned=planned, left_out=0,
     )  # fmt: skip
 
 

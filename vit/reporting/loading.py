@@ -44,10 +44,8 @@ def results_folder(
     """Return the folder for results: `names` in out, or in the folder `top` of the run.
 
     Results for other images, in `root`, mirror images or an earlier checkpoint do not replace the
-    run's own: they are in eval/with_...
-
-    Raises:
-        ValueError: It is a file, read-only, or a link inside the run or `out`, see `inside`.
+    run's own: they are in eval/with_... ValueError if the folder is a file, read-only, or a link
+    inside the run or `out`, see `inside`.
     """
     variant = ["flip"] if saved.flip else []
     if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
@@ -77,7 +75,7 @@ def require_replaceable(is_own: bool, paths: Iterable[Path], why: str) -> None:
 
 
 def has_keys(file: Path, keys: set[str]) -> bool:
-    """Tell whether a file is a JSON object with some keys, by which results are recognized."""
+    """Tell whether a file is a JSON object with the keys by which results are recognized."""
     with contextlib.suppress(OSError, ValueError):
         return keys <= parse(dict[str, Any], require_file(file).read_bytes(), file).keys()
     return False
@@ -96,11 +94,8 @@ def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     """Load the test images of a model's data set, from `root` or where they were in training.
 
-    Some of the model's classes may have none.
-
-    Raises:
-        ValueError: The images are missing and could not be downloaded, have other classes, or the
-            model may have been trained on some of them.
+    Some of the model's classes may have none. ValueError if the images are missing and could not be
+    downloaded, have other classes, or if the model may have been trained on some of them.
     """
     data, own = data_of(saved, root)
     # Nothing is downloaded into a folder that only the model file names.
@@ -132,10 +127,8 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
 def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
     """Find the training images of a model and the held-out ones; files are not decoded.
 
-    They are where they were in training, or else in `root`.
-
-    Raises:
-        ValueError: They are missing, or differ from the images of the training run.
+    They are where they were in training, or else in `root`. ValueError if they are missing, or
+    differ from the images of the training run.
     """
     data = saved.config.data
     if root is not None:

@@ -98,6 +98,13 @@ def model_card(saved: SavedModel) -> str:
     own = (report.get("source") or {}).get("own", True)
     if report.get("flip") or not own:  # not what the code in the card does on the test images
         report = {}
+    results = "Not measured."
+    if report:
+        tables = metrics_table(report)
+        if report["calibration"]:  # not in old reports
+            tables += f"\n\n{calibration_table(report['calibration'])}"
+        # Indented, because a class could be named ``` and end a fence.
+        results = f"On {report['n']:,} test images:\n\n{textwrap.indent(tables, '    ')}"
     return CARD.format(
         metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),
         name=markdown(saved.name),
@@ -109,17 +116,8 @@ def model_card(saved: SavedModel) -> str:
         library=LIBRARY,
         steps=saved.step,
         data=saved.config.data.name,
-        results=_results(report) if report else "Not measured.",
+        results=results,
     )
-
-
-def _results(report: dict[str, Any]) -> str:
-    """Format a report as text in Markdown."""
-    tables = metrics_table(report)
-    if report["calibration"]:  # not in old reports
-        tables += f"\n\n{calibration_table(report['calibration'])}"
-    # Indented, because a class could be named ``` and end a fence.
-    return f"On {report['n']:,} test images:\n\n" + textwrap.indent(tables, "    ")
 
 
 def _metadata(saved: SavedModel, report: dict[str, Any]) -> dict[str, Any]:

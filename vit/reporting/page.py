@@ -38,14 +38,9 @@ TOO_LARGE = "The model is larger than 100 MB, so it runs in TensorBoard, but not
 def export_page(saved: SavedModel, target: Path, steps: str, log: Callable[[Path], None]) -> None:
     """Write what training and `eval.py RUN maps` have logged as an HTML file.
 
-    Args:
-        saved: The model.
-        target: The file.
-        steps: "all" or "last", which of the logged steps it shows.
-        log: Logs images in a folder, for a model of which nothing is logged.
-
-    Raises:
-        ValueError: Another file is in the way, or no logs, and no test images or attention maps.
+    It shows the logged `steps`: "all" or "last". `log` logs images in a folder, for a model of
+    which nothing is logged. ValueError if another file is in the way, or if there are no logs and
+    no test images or attention maps.
     """
     is_own = target.exists() and MARK in require_file(target).read_bytes()
     require_replaceable(is_own, [target], "is not an export")

@@ -18,7 +18,7 @@ from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import require_file, write_json, write_picture, write_table
-from vit.reporting.calibration import make_sets, measure_calibration, measure_sets, set_columns
+from vit.reporting.calibration import make_sets, measure_calibration, measure_sets, with_sets
 from vit.reporting.loading import has_keys, require_replaceable
 from vit.reporting.tables import TOP, StoredParts, columns_of
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
@@ -63,8 +63,7 @@ def write_report(
         uniform = torch.rand(len(images), generator=generator(0, "test"))
         sets = make_sets(classifier, logits, uniform, coverage)
         result["sets"] = {**about, "coverage": coverage, **measure_sets(sets, images)}
-        columns = set_columns(sets, logits, images.classes)
-        rows = (row | more for row, more in zip(rows, columns, strict=True))
+        rows = with_sets(rows, sets, logits, images.classes)
     pictures = {
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
         "reliability": reliability_picture(result["calibration"]),

@@ -1,7 +1,4 @@
-"""Images of no class: how well a model's outputs tell them from test images.
-
-Shapes: N test images, M other images, D feature width.
-"""
+"""Images of no class: how well a model's outputs tell them from test images."""
 
 from pathlib import Path
 from typing import Any
