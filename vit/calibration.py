@@ -61,18 +61,12 @@ class Calibration:
         return (below + 1) / (len(energies) + 1)
 
     def sets(self, logits: Tensor, uniform: Tensor, coverage: float) -> dict[str, Tensor]:
-        """Return sets of classes that contain the true one with at least some probability.
+        """Return sets of classes, (N, C) bool, for each kind of `set_scores`.
 
-        The probability is over held-out and other images from one distribution.
-
-        Args:
-            logits: (N, C), as trained.
-            uniform: (N,), random, 0 to 1, see `set_scores`.
-            coverage: The probability, above 0 and below 1, rounded up to thousandths; ValueError if
-                there were too few held-out images for it.
-
-        Returns:
-            For each kind of `set_scores`, which classes are in the sets, (N, C) bool.
+        They contain the true class with at least the probability `coverage`, above 0 and below 1,
+        rounded up to thousandths, over held-out and other images from one distribution. Logits
+        (N, C) are as trained, `uniform` (N,) is random, 0 to 1. ValueError if there were too few
+        held-out images.
         """
         level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles.get("lac", ()))
         if level > most:
@@ -114,12 +108,10 @@ def set_scores(logits: Tensor, uniform: Tensor) -> dict[str, Tensor]:
     """Score how badly each class fits an image; a conformal set has the classes of low scores.
 
     Logits are as trained: the temperature depends on the held-out images, which would then differ
-    from test images, and coverage would only be approximate.
-
-    Returns:
-        (N, C) float64 each: "lac", 1 minus the probability (arXiv 1609.00451), and "raps", the sum
-        of the larger probabilities and the random fraction `uniform` (N,) of the class's, with a
-        penalty (arXiv 2009.14193). The most probable class scores 0, so that no set is empty.
+    from test images, and coverage would only be approximate. Scores are (N, C) float64: "lac", 1
+    minus the probability (arXiv 1609.00451), and "raps", the sum of the larger probabilities and
+    the random fraction `uniform` (N,) of the class's, with a penalty (arXiv 2009.14193). The most
+    probable class scores 0, so that no set is empty.
     """
     probabilities = logits.double().softmax(dim=1)
     ordered, order = probabilities.sort(dim=1, descending=True)

@@ -1,6 +1,6 @@
 """Metrics of a classifier: accuracy, metrics per class, calibration.
 
-Shapes: B batch, C classes, N images.
+Shapes: C classes, N images.
 """
 
 import copy
@@ -63,8 +63,7 @@ class Validation:
     """Evaluator that measures loss and accuracy on the held-out images after each epoch.
 
     They have their full size. Where training has smaller images, batch norm first gets the
-    statistics of training images of full size. If only the head is trained, its input is computed
-    once.
+    statistics of training images of full size. With a frozen backbone, features are computed once.
     """
 
     name = "validation"
@@ -118,11 +117,10 @@ def with_statistics(classifier: Classifier, images: ImageSet) -> Classifier:
 def evaluate(
     classifier: Classifier, images: ImageSet, batch_size: int = 500
 ) -> tuple[dict[str, Any], Tensor]:
-    """Classify labelled images, at most `batch_size` at once, and compute the metrics.
+    """Classify images, at most `batch_size` at once; return metrics and logits (N, C) on the CPU.
 
-    Returns:
-        The report, see `report`, with images_per_second, and with flip if logits are averaged with
-        those of mirror images; and the logits (N, C) on the CPU.
+    The metrics are those of `report`, flip if logits are averaged with those of mirror images, and
+    images_per_second.
     """
     start = time.perf_counter()
     logits = classifier.logits(images, batch_size).cpu()
@@ -211,10 +209,8 @@ def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
 def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
     """Compare confidence with accuracy in 15 bins of equal width (arXiv 1706.04599).
 
-    The mean gap, weighted by n, is the expected calibration error (ECE).
-
-    Returns:
-        For each bin that contains images: n, mean confidence, accuracy, and accuracy_95.
+    Returns n, mean confidence, accuracy and accuracy_95 for each bin that contains images. The mean
+    gap, weighted by n, is the expected calibration error (ECE).
     """
     confidence, predicted = probabilities.max(dim=1)
     right, bins, rows = predicted == labels, bin_of(confidence), []

@@ -44,7 +44,7 @@ def export(classifier: Classifier, name: str, out: str | Path | None = None) -> 
         out: Folder for the export; None is export/ next to the model.
 
     Raises:
-        ValueError: As for `run`.
+        ValueError: The model cannot be exported, see `run`.
     """
     options = ExportConfig(formats=(name,), out=out and str(out))  # type: ignore[arg-type]
     return write_exports(require_loaded(classifier), options)[0]
@@ -55,11 +55,9 @@ def run(name: str, options: ExportConfig) -> None:
 
     An export for another runtime is written only if the runtime computes the same logits of 100
     images of noise. With it comes preprocess.py, which reads image files for the model. For html
-    see `export_page`, for hub `write_hub`.
-
-    Raises:
-        ValueError: The model cannot be read, the format cannot represent it, its packages are not
-            installed, other files are in the way, or the logits differ by more than 1e-4.
+    see `export_page`, for hub `write_hub`. ValueError if the model cannot be read, the format
+    cannot represent it, its packages are not installed, other files are in the way, or logits
+    differ by more than 1e-4.
     """
     write_exports(load(name, "cpu"), options)
 

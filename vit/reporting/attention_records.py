@@ -60,13 +60,6 @@ class Attention:
     # Kind; class that it explains, (B,), or None; and values, (B, rows, columns), on the CPU.
     maps: list[tuple[str, Tensor | None, Tensor]]
 
-    @property
-    def finite(self) -> bool:
-        """Whether all numbers are finite, which a model that diverges does not guarantee."""
-        maps = (values for _, _, values in self.maps)
-        tensors = (self.logits, *self.weights, *self.tokens, *maps)
-        return all(tensor.isfinite().all() for tensor in tensors)
-
 
 def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
     """Choose classes to explain, (K, B) int64: all if there are up to ten, else six for each image.
@@ -86,10 +79,7 @@ def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
 def read_attention(
     classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], rollout: RolloutOptions
 ) -> Attention:
-    """Run a model on images (B, channels, H, W) uint8, in float32, and compute all `MAP_KINDS`.
-
-    Class-specific maps explain the `explained_classes`.
-    """
+    """Run a model on images (B, channels, H, W) uint8; map `MAP_KINDS` for `explained_classes`."""
     model = require_attention(classifier.model)
     # The images require gradients, so that the weights do too even if all parameters are frozen.
     inputs = classifier.normalize(images).requires_grad_()
@@ -125,20 +115,15 @@ def attention_records(
     """Read the attention of images in memory batch by batch, and make their records.
 
     Frames come from `read_frames`; None leaves features out. The target is a class to explain in
-    any case.
-
-    Yields:
-        The attention of up to four images, and a record of each; None for all of them if a number
-        is not finite.
+    any case. Yields the attention of up to four images, and a record of each; None for all of them
+    if a number is not finite.
     """
 
     def read(start: int) -> tuple[Attention, list[Record | None]]:
         part = images.select(torch.arange(start, min(start + BATCH_SIZE, len(images))))
         wanted = [part.labels] + ([] if target is None else [torch.full_like(part.labels, target)])
         attention = read_attention(classifier, part.pixels(), wanted, rollout)
-        if not attention.finite:
-            return attention, [None] * len(part)
-        return attention, [*_records(classifier, part, attention, frames, rollout)]
+        return attention, _records(classifier, part, attention, frames, rollout)
 
     threads = threads_of(classifier.device)
     for starts in torch.arange(0, len(images), BATCH_SIZE).split(threads):
@@ -146,10 +131,7 @@ def attention_records(
 
 
 def read_frames(classifier: Classifier, images: ImageSet, seed: int) -> Tensor | None:
-    """Fit frames to 4,096 patches of images that a seed chooses, see `vit.explain.features`.
-
-    They are (L, K, D) float32, on the CPU; None if a token is not finite.
-    """
+    """Fit frames (L, K, D), on the CPU, to 4,096 patches; None if a token is not finite."""
     model = require_attention(classifier.model)
     patches = math.prod(model.patch_embed.grid(*classifier.preprocess.image_size))
     chosen = choose_images(images, max(1, FITTED_PATCHES // patches), seed)
@@ -172,8 +154,12 @@ def _records(
     attention: Attention,
     frames: Tensor | None,
     rollout: RolloutOptions,
-) -> list[Record]:
-    """Make the record of each image of a batch."""
+) -> list[Record | None]:
+    """Make the record of each image of a batch; None for all if a number is not finite."""
+    tensors = [attention.logits, *attention.weights, *attention.tokens]
+    tensors += [values for _, _, values in attention.maps]
+    if not all(tensor.isfinite().all() for tensor in tensors):
+        return [None] * len(images)
     model, pixels = require_attention(classifier.model), images.pixels()
     classes, probabilities = logit_lens(model.read_tokens, attention.tokens, LENS_CLASSES)
     layout = layout_of(model, *pixels.shape[-2:])
@@ -194,12 +180,12 @@ def _records(
         ]  # fmt: skip
         name = printable(images.name(row))
         fields.append({"name": name, "label": label, "maps": maps, "lens": lens})
-    return image_records(
+    features = None if frames is None else coordinates(patches, frames)
+    return [*image_records(
         as_rgb(pixels.permute(0, 2, 3, 1).cpu().numpy()), [w.cpu() for w in attention.weights],
-        layout.grid, prefix_names(classifier.model), attention.logits.cpu(),
-        None if frames is None else coordinates(patches, frames), fields,
+        layout.grid, prefix_names(classifier.model), attention.logits.cpu(), features, fields,
         readout=layout.readout, classes=list(classifier.classes),
-    )  # fmt: skip
+    )]  # fmt: skip
 
 
 def image_records(

@@ -21,11 +21,9 @@ UNCALIBRATED = (
 def measure_calibration(
     classifier: Classifier, images: ImageSet, logits: Tensor, result: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Measure the probabilities of test images with logits (N, C), with and without temperature.
+    """Measure the probabilities of test images with logits (N, C), whose report is `result`.
 
-    Returns:
-        By "as trained" and, if the model has a temperature, "calibrated": temperature, and some of
-        the `report` of the logits, which is `result`, and of their `intervals`, see `MEASURES`.
+    Returns the `MEASURES` of "as trained" and, if the model has a temperature, "calibrated".
     """
     rows = {"as trained": {"temperature": 1.0, **result}}
     if classifier.calibration:
@@ -57,11 +55,9 @@ def make_sets(
 
 
 def measure_sets(sets: dict[str, Tensor], images: ImageSet) -> dict[str, list[dict[str, Any]]]:
-    """Measure sets of test images, as `Calibration.sets` returns them.
+    """Measure the `Calibration.sets` of test images, for each kind all together and by class.
 
-    Returns:
-        For each kind, rows of all images and of each class that has images: class, coverage (0 to
-        1) and size (mean number of classes), with their 95% intervals.
+    Each row has class, coverage (0 to 1) and size (mean number of classes), with 95% intervals.
     """
     labels = images.labels.cpu()
     groups = {"all": labels >= 0}

@@ -51,12 +51,10 @@ def report_corruptions(
 def classify_corrupted(
     classifier: Classifier, images: ImageSet, path: Path, seed: int = 0, batch_size: int = 500
 ) -> dict[str, Tensor]:
-    """Classify images with each corruption, unless the file at `path` has the results.
+    """Return which images are classified correctly: (5, N) bool by corruption, (1, N) for "clean".
 
-    It stores the results of each kind, and with which seed and logits of the clean images.
-
-    Returns:
-        Which images are classified correctly: (1, N) bool for "clean", (5, N) for each kind.
+    The file at `path` keeps the results. They are used again if the seed and the logits of the
+    clean images are the same.
     """
     from vit.data.corruptions import corrupt  # with SciPy, which is optional
 
@@ -101,11 +99,9 @@ def _read_stored(path: Path, settings: str, count: int) -> dict[str, Tensor]:
 
 
 def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
-    """Summarize the result of `classify_corrupted`.
+    """Summarize the result of `classify_corrupted`: the mean over all corruptions, see `_mean`.
 
-    Returns:
-        For each of "kinds" its accuracy at the five severities and the intervals accuracy_95, and
-        what `_mean` returns; the latter over all kinds too.
+    For each of "kinds" there are also accuracy and accuracy_95, lists for the five severities.
     """
     clean = correct["clean"][0].double()
     rows = {kind: _mean(survived, clean) for kind, survived in _survived(correct).items()}
@@ -124,10 +120,8 @@ def _survived(correct: dict[str, Tensor]) -> dict[str, Tensor]:
 def _mean(survived: Tensor, clean: Tensor) -> dict[str, Any]:
     """Average the fraction of its corruptions that each image survives, (N,), 0 to 1.
 
-    Returns:
-        mean with its interval mean_95, in which an image counts once; relative, the ratio to the
-        accuracy on clean images (NaN if that is 0), and relative_95 by the delta method, as both
-        are of the same images.
+    Returns mean with its interval mean_95, in which an image counts once; relative, the ratio to
+    the accuracy on clean images (NaN if that is 0), and relative_95 by the delta method.
     """
     mean, count = survived.mean().item(), len(survived)
     on_clean = clean.mean().item() or math.nan
@@ -148,10 +142,8 @@ def compare_corrupted(
 ) -> tuple[dict[str, Any], str]:
     """Compare the first of the models by name with the others on the same corruptions.
 
-    Returns:
-        For each model, kind of corruption, and the "mean" over kinds: what `_mean` returns, and
-        the difference to the first model, image by image, with its 95% interval difference_95; and
-        a table in Markdown.
+    Returns the result of `_mean` for each model, kind of corruption and the "mean" over kinds, with
+    the difference to the first model, image by image, and difference_95; and a table in Markdown.
     """
     results: dict[str, dict[str, Any]] = {name: {} for name in models}
     survived: dict[str, Tensor] = {}  # of the first model

@@ -49,9 +49,6 @@ class Format(NamedTuple):
     load: Callable[[Path], Runner]
 
 
-# timm.
-
-
 def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, dict[str, Any]]:
     """Return the name and arguments with which timm builds a model; ValueError if it cannot."""
     if config.name != "vit":
@@ -125,9 +122,6 @@ def load_timm(folder: Path) -> Runner:
 
     model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
     return torch.no_grad()(model.eval())
-
-
-# ONNX and torch.export.
 
 
 def write_onnx(classifier: Classifier, _: ModelConfig, path: Path) -> None:

@@ -26,11 +26,9 @@ from vit.explain.interventions import gates_of, with_gates
 def measure_groups(
     classifier: Classifier, images: ImageSet, pairs: int | None = None, batch_size: int = 500
 ) -> dict[str, list[Effect]]:
-    """Measure what muting each head, each layer, and pairs of heads costs on images in memory.
+    """Measure what muting each of the "heads" costs on images in memory.
 
-    Returns:
-        The effects under "heads" and, unless `pairs` is None, "layers" and "pairs": all pairs of
-        the `pairs` heads that matter most.
+    Unless `pairs` is None, also "layers", and all "pairs" of the `pairs` heads that matter most.
     """
     inputs, gates = classifier.normalize(images.pixels()), gates_of(classifier.model)
     layers, heads = gates.shape

@@ -54,8 +54,7 @@ def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:
 def graph_of(classifier: Classifier) -> bytes:
     """Return the ONNX graph, in float32 and the same for all weights.
 
-    ValueError if the packages are not installed, the model's attention cannot be read, or
-    torch.export does not support the model.
+    ValueError if packages are missing, or the model's attention cannot be read or exported.
     """
     require_packages("the live model", PACKAGES, "export")
     import onnx_ir as ir
@@ -88,10 +87,7 @@ def graph_of(classifier: Classifier) -> bytes:
 
 
 class LiveLog:
-    """Stores a model in at most `megabytes` (10^6 bytes), for the Attention tab to run it.
-
-    `planned` is the number of steps at which `summaries` is called.
-    """
+    """Stores a model at `planned` steps, in at most 10^6 * `megabytes`, for the Attention tab."""
 
     def __init__(self, megabytes: float, planned: int = 1) -> None:
         self.megabytes, self.planned = megabytes, planned

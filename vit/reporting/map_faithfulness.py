@@ -63,11 +63,8 @@ def score_maps(
 
     The maps explain the classes `target`, (B,) int64. Maps of pixels are averaged over each patch
     before patches are hidden. If the B images have masks, the maps are compared with them too. The
-    seed is for the random baseline.
-
-    Returns:
-        For each map and metric, the mean over images and half the width of its 95% interval.
-        "over_centred" is the paired difference to the centred map in (LeRF - MoRF) / 2.
+    seed is for the random baseline. "over_centred" is the paired difference to the centred map in
+    (LeRF - MoRF) / 2.
     """
     inputs = classifier.normalize(images.pixels())
     grid = require_attention(classifier.model).patch_embed.grid(*inputs.shape[-2:])

@@ -44,8 +44,7 @@ def write_report(
 
     An earlier report is replaced, except for its optional parts if they are of the same model and
     images. With a coverage, perhaps from the earlier report, there are sets, see
-    `Calibration.sets`. The `source` of the images has data, root, and whether they are the run's
-    own.
+    `Calibration.sets`. `source` has data and root of the images, and whether they are the run's.
 
     Returns:
         The report and `intervals`, see `vit.evaluation`, with the most confident mistakes,
@@ -165,8 +164,7 @@ def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: 
     """Return relevance of pixels, (B, 2, H, W), for the predicted and the true class, (B,) each.
 
     Unlike in `Classifier.maps`, both are in units of the mean absolute value for the predicted
-    class, so they can be compared: their difference is the relevance of the difference of the two
-    logits.
+    class, so their difference is the relevance of the difference of the two logits.
     """
     model, inputs = classifier.model, classifier.normalize(images)
     targets = (classes.to(inputs.device) for classes in (predicted, labels))

@@ -96,10 +96,9 @@ def report_unfamiliar(
 
 
 def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:
-    """Return how familiar images look, (N,) each, more for larger values.
+    """Return scores, (N,) each, that are larger for images that look more familiar.
 
-    The distance to the tenth nearest of the training features, all of length 1, is from arXiv
-    2204.06507.
+    "nearest neighbours" is from arXiv 2204.06507, with features (N, D) of length 1.
     """
     nearest = [
         torch.cdist(part, reference).kthvalue(min(NEIGHBOURS, len(reference))).values
@@ -113,11 +112,10 @@ def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Te
 
 
 def detection(familiar: Tensor, unfamiliar: Tensor) -> dict[str, Any]:
-    """Measure how well scores tell N familiar images, of larger scores, from M unfamiliar ones.
+    """Measure how well scores (N,) tell familiar images, of larger scores, from unfamiliar ones.
 
-    Returns:
-        auroc; aupr, the average precision; and fpr95, the fraction of unfamiliar images that are
-        accepted with 95% of the familiar ones: 0 to 1, with 95% intervals such as auroc_95.
+    Returns auroc; aupr, the average precision; and fpr95, the fraction of unfamiliar images that
+    are accepted with 95% of the familiar ones: 0 to 1, with 95% intervals such as auroc_95.
     """
     values, groups = (-torch.cat([familiar, unfamiliar])).unique(return_inverse=True)
     sizes = [len(familiar), len(unfamiliar)]
