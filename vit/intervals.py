@@ -1,8 +1,6 @@
 """Intervals of 95% and tests, of means, proportions and anything that can be resampled.
 
 SciPy has some of them, but takes longer to import than a photo takes to classify.
-
-Shapes: N images.
 """
 
 import math

@@ -45,7 +45,7 @@ from vit.tensorboard_plugin.records import (
 )
 
 BATCH_SIZE = 4  # images whose graph each core keeps; a part of the probes for each of them
-ALL_CLASSES = 10  # up to so many classes, each is explained
+ALL_CLASSES = 10  # or fewer are all explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
 FITTED_PATCHES, PART = 4096, 1024  # to which frames are fitted, and that are read at once
 

@@ -33,7 +33,6 @@ def measure_groups(
     inputs, gates = classifier.normalize(images.pixels()), gates_of(classifier.model)
     layers, heads = gates.shape
 
-    # disable=None shows the bar on terminals only.
     with tqdm(desc="muting heads", unit="group", leave=False, disable=None) as bar:
 
         def classify(gates: Tensor) -> Tensor:

@@ -72,7 +72,6 @@ def score_maps(
     by_patch |= baselines(len(images), grid, seed)
     passes = 2 * len(LEVELS) * len(by_patch) * len(images)
     scores = {}
-    # disable=None shows the bar on terminals only.
     with tqdm(total=passes, desc="faithfulness", unit="image", leave=False, disable=None) as bar:
 
         def classify(part: Tensor) -> Tensor:

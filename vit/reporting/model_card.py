@@ -98,15 +98,23 @@ def model_card(saved: SavedModel) -> str:
     own = (report.get("source") or {}).get("own", True)
     if report.get("flip") or not own:  # not what the code in the card does on the test images
         report = {}
+    task, data = "image-classification", saved.config.data.name
+    metadata: dict[str, Any] = {"library_name": LIBRARY, "license": "unknown", "pipeline_tag": task}
     results = "Not measured."
     if report:
+        measured = {
+            "task": {"type": task},
+            "dataset": {"name": data, "type": data},
+            "metrics": [{"type": "accuracy", "value": report["accuracy"]}],
+        }
+        metadata["model-index"] = [{"name": saved.name, "results": [measured]}]
         tables = metrics_table(report)
         if report["calibration"]:  # not in old reports
             tables += f"\n\n{calibration_table(report['calibration'])}"
         # Indented, because a class could be named ``` and end a fence.
         results = f"On {report['n']:,} test images:\n\n{textwrap.indent(tables, '    ')}"
     return CARD.format(
-        metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),
+        metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=markdown(saved.name),
         place=json.dumps(f"{HUB}OWNER/{saved.name}"),
         weights=sum(weight.numel() for weight in saved.model.parameters()),
@@ -115,20 +123,6 @@ def model_card(saved: SavedModel) -> str:
         classes=markdown(", ".join(saved.classes)),
         library=LIBRARY,
         steps=saved.step,
-        data=saved.config.data.name,
+        data=data,
         results=results,
     )
-
-
-def _metadata(saved: SavedModel, report: dict[str, Any]) -> dict[str, Any]:
-    """Return the Hub's metadata, with the accuracy if it was measured."""
-    task, data = "image-classification", saved.config.data.name
-    about: dict[str, Any] = {"library_name": LIBRARY, "license": "unknown", "pipeline_tag": task}
-    if report:
-        result = {
-            "task": {"type": task},
-            "dataset": {"name": data, "type": data},
-            "metrics": [{"type": "accuracy", "value": report["accuracy"]}],
-        }
-        about["model-index"] = [{"name": saved.name, "results": [result]}]
-    return about

@@ -53,11 +53,10 @@ def export_page(saved: SavedModel, target: Path, steps: str, log: Callable[[Path
         with tempfile.TemporaryDirectory() as folder:
             log(Path(folder))
             elements = _elements({saved.name: Path(folder)}, steps)
-    script, template = (
-        Path(__file__).with_suffix(suffix).read_text("utf-8") for suffix in (".js", ".html")
-    )
+    script = Path(__file__).with_suffix(".js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = Template(template).substitute(
+    template = Template(Path(__file__).with_suffix(".html").read_text("utf-8"))
+    page = template.substitute(
         title=escape(saved.name), elements="\n".join(elements), script=script, digest=digest
     )
     target.parent.mkdir(parents=True, exist_ok=True)

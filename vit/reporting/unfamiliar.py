@@ -68,16 +68,14 @@ def report_unfamiliar(
     batch_size: int,
 ) -> Part:
     """Measure how well scores tell test images from others, see `detection`."""
-    count = min(TRAINING, len(training))
-    chosen = balanced_subset(training.labels, count, seed, "unfamiliar")
+    chosen = balanced_subset(training.labels, min(TRAINING, len(training)), seed, "unfamiliar")
     sets = (training.select(chosen).resized(classifier.preprocess), test, others)
     bar = tqdm(sets, "features", unit="set", leave=False, disable=None)  # on terminals only
-    reference, *features = (
-        F.normalize(classifier.features(i, batch_size), dim=1).cpu() for i in bar
-    )
+    vectors = (classifier.features(images, batch_size) for images in bar)
+    reference, *features = (F.normalize(part, dim=1).cpu() for part in vectors)
     familiar, unfamiliar = (
-        _scores(classifier.logits(images, batch_size).cpu(), vectors, reference)
-        for images, vectors in zip(sets[1:], features, strict=True)
+        _scores(classifier.logits(images, batch_size).cpu(), part, reference)
+        for images, part in zip(sets[1:], features, strict=True)
     )
     scores = {score: (familiar[score], unfamiliar[score]) for score in familiar}
     measured = {score: detection(*pair) for score, pair in scores.items()}
