@@ -25,6 +25,7 @@ run/tracker.py: self._metrics = path.open("ab", buffering=0)
 run/sharded.py: save(tensors, storage_writer=writer, planner=planner)
 into files that open_atomically has opened, or that it replaces later
 commands/maps.py: np.save(file, values.cpu().numpy())
+reporting/corruptions.py: np.savez_compressed(file, settings=settings, **correct)  # type: ignore[arg-type]
 explain/explanation.py: self.sheet().save(file, formats[suffix], dpi=(200, 200))
 commands/photo.py: dataclasses.replace(explanation, name=path.name).save(sheet)
 reporting/export_formats.py: program.save(path)
@@ -36,7 +37,6 @@ run/checkpoint.py: torch.save({**vars(checkpoint), **plain}, buffer)
 run/tracker.py: Image.fromarray(value).save(file, "png", compress_level=1)
 model_file.py: data = safetensors.torch.save(tensors, metadata)
 reporting/export_formats.py: write_atomically(folder / "model.safetensors", safetensors.torch.save(weights))
-reporting/corruptions.py: np.savez_compressed(content, settings=settings, **found)  # type: ignore[arg-type]
 tensorboard_plugin/records.py: Image.fromarray(pixels).save(file, "png")
 tensorboard_plugin/encoding.py: with archive.open(f"{name}.npy", "w") as member:
 texts

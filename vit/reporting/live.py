@@ -209,8 +209,7 @@ class _WithWeights(nn.Module):
     ) -> Answer:
         """Classify one image, with weights by their names in the model."""
         named = {f"model.{name}": tensor for name, tensor in weights.items()}
-        inputs = images, gates, keep
-        logits, attention, *lens = functional_call(self.interventions, named, inputs)
+        logits, attention, *lens = functional_call(self.interventions, named, (images, gates, keep))
         classes, probabilities = (part[:, 0] for part in lens)
         return logits, attention, classes.int(), probabilities
 
