@@ -93,7 +93,13 @@ class Validation:
     @functools.cached_property
     def _sample(self) -> ImageSet:
         training, seed = self.setup.training, self.setup.config.train.seed
-        return choose_images(training, SAMPLE, seed, "batch norm").resized(self.setup.preprocess)
+        count = sample_size(len(training))
+        return choose_images(training, count, seed, "batch norm").resized(self.setup.preprocess)
+
+
+def sample_size(num_images: int) -> int:
+    """Return how many training images batch norm gets statistics of: few of a small set."""
+    return max(64, min(SAMPLE, num_images // 8))
 
 
 @torch.no_grad()

@@ -149,7 +149,7 @@ def _compare_groups(
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
     """Load the first model's test images for a model; ValueError if data or classes differ."""
     data, own = first.config.data, saved.config.data
-    if own.name != data.name:
+    if own.name != data.name and not (own.spec.own_files and data.spec.own_files):
         raise ValueError(
             f"compare: {saved.path} was trained on {own.name}, not on {data.name} like "
             f"{first.path}; only models of the same data set can be compared"

@@ -29,8 +29,8 @@ COLUMNS = "file,class,probability,class_1,"  # the first of a table
 def run(name: str, options: PredictConfig) -> Path:
     """Classify image files and write a table with a row for each.
 
-    The table appears when it is complete, or with the rows so far after Ctrl-C: as NAME_part.csv if
-    there is an earlier one. Memory grows only with the list of files.
+    The table appears when it is complete, and NAME_part.csv with the rows so far after Ctrl-C.
+    Memory grows only with the list of files.
 
     Returns:
         The table: a CSV file with the columns file, class, probability, class_1, probability_1 and
@@ -45,12 +45,12 @@ def run(name: str, options: PredictConfig) -> Path:
     saved = load_run(name, options.device, options.precision, options.flip)
     table = Path(options.out or results_folder(saved, None) / PHOTOS_FILE)
     results_folder(saved, str(table.parent))  # raises where it is a file
-    part = table.with_stem(f"{table.stem}_part") if table.exists() else table
+    part = table.with_stem(f"{table.stem}_part")
     problem = "is not a table of predictions for image files"
     for path in (table, part):
         require_replaceable(_is_table(path), [path], problem)
     say(saved.describe())
-    if part != table:
+    if table.exists():
         say(f"{printable(table)} exists and will be replaced when all files are classified")
     start, count = time.perf_counter(), 0
     with contextlib.suppress(Stopped), stop_on_signals() as stop, stop.deferred():
@@ -60,9 +60,8 @@ def run(name: str, options: PredictConfig) -> Path:
             count = write_table(part, itertools.chain([first], rows))
     if not (count or stop.signal):
         raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
-    speed, place = count / (time.perf_counter() - start), part if stop.signal else table
-    if place != part:
-        part.replace(table)
+    speed = count / (time.perf_counter() - start)
+    place = part if stop.signal else part.replace(table)
     wrote = f"; wrote {printable(place)}" if count else ""
     say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s{wrote}")
     if stop.signal:

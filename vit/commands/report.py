@@ -1,5 +1,6 @@
 """`eval.py RUN report`: accuracy and other metrics on the test images, with figures."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from vit import evaluation
 from vit.classifier import Classifier
 from vit.commands.config import ReportConfig
 from vit.console import printable, say
+from vit.data.datasets import report_copies
 from vit.data.images import ImageSet
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import calibration_table, make_sets, sets_table
@@ -66,6 +68,9 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
     if options.coverage is not None:
         none = torch.zeros(0, len(test.classes))
         make_sets(saved, none, none[:, 0], options.coverage)
+    if not own:
+        with contextlib.suppress(ValueError):  # of missing training images
+            report_copies([load_split(saved, None)[0], test])
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     source = {"data": data.name, "root": data.root, "own": own}
     result = write_report(saved, test, folder, saved.step, batch_size, options.coverage, source)

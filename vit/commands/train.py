@@ -83,7 +83,7 @@ def train(
     config = config if overwrite else as_stored(config, *plans.values())
     with start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
-        run, step = build_within(run, training, source, plans)
+        run, step = build_within(run, training, held_out, source, plans)
         del source  # its weights are in the model
         if run.world.main:
             say(start_text(run.config, step, training, held_out))

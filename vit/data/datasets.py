@@ -6,6 +6,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,7 +138,7 @@ def load_training(
     if check and not data.spec.test_included:  # also downloads them; skip decodes them
         sets.append(open_images(data, train=False))
         if training.fingerprint:
-            _report_copies(sets)
+            report_copies(sets)
             _note_first(training)
     shared = {} if shared is None else shared
     if "in_memory" not in shared:
@@ -166,7 +167,7 @@ def _require_readable(sets: Sequence[ImageSet]) -> None:
         raise ValueError(f"{first}{more}; {UNREADABLE}")
 
 
-def _report_copies(sets: Sequence[ImageSet]) -> None:
+def report_copies(sets: Sequence[ImageSet]) -> None:
     """Say how many images, the last of which are for testing, are copies, and what is in doubt."""
     names = [images.name(index) for images in sets for index in range(len(images))]
     labels = torch.cat([images.labels for images in sets])
@@ -191,7 +192,7 @@ def _note_first(images: ImageSet) -> None:
         if photo.format == "TIFF" and 1 < pages != images.images.shape[1]:
             hint = f"of which the first is read; --data.channels {pages} reads them as bands"
             note(f"{images.name(0)} has {pages} pages, {hint}")
-        if photo.mode.startswith("I") and 255 < (largest := photo.getextrema()[1]) < 2**14:
+        if photo.mode.startswith("I") and 255 < (largest := int(np.asarray(photo).max())) < 2**14:
             dark = "so it is nearly black; scale images of 10 to 14 bits to 16 bits"
             note(f"{images.name(0)} has values up to {largest:,} of {DEEPEST:,}, {dark}")
 
@@ -213,8 +214,8 @@ def split_training(
         require(val_size is None, "data.val_size", val_size, allowed)
         training, held = images.divide(images.held.nonzero().squeeze(1))
         if min(training.class_counts()) == 0:
-            counts = describe_counts(training.classes, training.class_counts())
-            raise ValueError(f"data.root: a class in {data.root} is only held out ({counts})")
+            described = describe_counts(training.classes, training.class_counts())
+            raise ValueError(f"data.root: a class in {data.root} is only held out ({described})")
     else:
         first = first_copies(images.origins if images.fingerprint else range(len(images)))
         choose = partial(held_out, classes=images.classes, size=val_size, seed=seed)

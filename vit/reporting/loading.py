@@ -85,7 +85,7 @@ def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
     """Return where test images are, and whether they are the run's: a published set always is."""
     data = own = saved.config.data
     if root is not None:
-        name = data.name if data.spec.own_files else recognize(Path(root)) or data.name
+        name = recognize(Path(root)) or data.name
         data = dataclasses.replace(data, name=name, root=root)
         check_stored(data)
     return data, not data.spec.own_files or Path(data.root).resolve() == Path(own.root).resolve()
@@ -113,13 +113,14 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         numbers = torch.tensor([classes.index(name) for name in test.classes])
         test = dataclasses.replace(test, labels=numbers[test.labels], classes=classes)
     if test.split and saved.fingerprint not in ("", test.fingerprint):
-        problem = f"files in {root} were added, deleted or renamed since {saved.path} was trained"
+        changed = f"files in {root} were added, deleted or renamed since {saved.path} was trained"
+        problem = f"{changed}, or it had another data.test_fraction"
         if not own:
             problem = f"{saved.path} was trained on other files than those in {root}"
         raise ValueError(
-            f"data.root: {problem}, with another data.test_fraction, or by a version that did not "
-            "keep copies together, so it may have been trained on some of the test images; to test "
-            "with other images, put them into test/<class>/ of a folder and point --data.root at it"
+            f"data.root: {problem}, so it may have been trained on some of the test images; "
+            "restore them, or put images to test with into test/<class>/ of another folder, or a "
+            "table (the run's split.csv is one), and point --data.root at it"
         )
     return test
 

@@ -14,6 +14,7 @@ from vit.console import say
 from vit.data.images import ImageSet
 from vit.data.sampling import class_weights, divide_epoch
 from vit.data.stream import ImageFiles
+from vit.evaluation import sample_size
 from vit.model.attention_model import size_unit
 from vit.pretrained.adapt import Pretrained
 from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES
@@ -27,17 +28,17 @@ from vit.training.step import TrainingStep
 from vit.training.teacher import load_teacher
 
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
-TRAINING_FRACTION = 0.96  # of a time budget; the rest is for validation and checkpoints
+TRAINING_FRACTION = 0.97  # of a time budget; the rest is for checkpoints
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
 def build_within(
-    run: Run, training: ImageSet, source: Pretrained | None, plans: Plans
+    run: Run, training: ImageSet, held_out: ImageSet, source: Pretrained | None, plans: Plans
 ) -> tuple[Run, TrainingStep]:
     """Build the training step; a new run whose epochs reach a plan follows it, measured again."""
-    step = build_step(run, training, source)
+    step = build_step(run, training, source, len(held_out))
     epochs = step.schedule.total_steps / step.schedule.steps_per_epoch
     reached = [start for start in plans if start <= epochs and run.checkpoint is None]
     config = plans[max(reached)] if reached else run.config
@@ -47,18 +48,22 @@ def build_within(
     if run.world.main:
         say(f"budget   {epochs:.2g} epochs fit without changes, so {'; '.join(changes)}")
     run = dataclasses.replace(run, config=config, seconds=step.state.seconds)
-    return run, build_step(run, training, source)
+    return run, build_step(run, training, source, len(held_out))
 
 
-def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -> TrainingStep:
+def build_step(
+    run: Run, training: ImageSet, source: Pretrained | None = None, held_out: int = 0
+) -> TrainingStep:
     """Build the training step with its schedule, and its state: new, pretrained or resumed.
+
+    A time budget allows for the validation of `held_out` images after each epoch.
 
     Raises:
         ValueError: The checkpoint is beyond the last step or does not fit, or there is no compiler.
     """
     state, begin = start_state(run, training, source), time.perf_counter() - run.seconds
     step = _assemble_step(run, training, state)
-    step, total_steps = _choose_length(run, step, training, begin)
+    step, total_steps = _choose_length(run, step, training, held_out, begin)
     state.total_steps = total_steps
     state.seconds += run.world.agree(time.perf_counter() - begin)
     if state.step > total_steps:
@@ -99,7 +104,7 @@ def _assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingS
 
 
 def _choose_length(
-    run: Run, step: TrainingStep, training: ImageSet, begin: float
+    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
 ) -> tuple[TrainingStep, int]:
     """Compile a step if the run is long enough; return it, and the steps that fit the budget."""
     track, minutes = run.config.track, run.config.train.budget_minutes
@@ -108,10 +113,12 @@ def _choose_length(
         return compile_step(run, step, known_steps), known_steps
     end = begin + TRAINING_FRACTION * 60 * minutes
     end -= EXPORT_SECONDS if track.probes and track.live_mb else 0
-    logged = track.milestones * track.probes
-    total_steps = _fit_budget(step, training, end, logged)
+    # Classifying an image takes a third of the products of a training step.
+    validated = (held_out + sample_size(len(training))) / 3 if held_out else 0
+    settings = end, track.milestones * track.probes, validated / len(training)
+    total_steps = _fit_budget(step, training, *settings)
     step = compile_step(run, step, total_steps)
-    return step, _fit_budget(step, training, end, logged) if step.compiled else total_steps
+    return step, _fit_budget(step, training, *settings) if step.compiled else total_steps
 
 
 def _build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
@@ -132,12 +139,17 @@ def _build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
     )  # fmt: skip
 
 
-def _fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
-    """Return the number of steps, at least 1, that end by `end` if `logged` maps are logged."""
+def _fit_budget(
+    step: TrainingStep, training: ImageSet, end: float, logged: int, validated: float
+) -> int:
+    """Return the number of steps, at least 1, that end by `end`.
+
+    Meanwhile, `logged` maps are logged, and each step takes `validated` of its time for validation.
+    """
     before = copy.deepcopy(step.state.state_dict())
     seconds_per_step = mean_step_seconds(step, training)
     step.state.load_state_dict(before)
-    steps = (end - time.perf_counter()) / seconds_per_step
+    steps = (end - time.perf_counter()) / (seconds_per_step * (1 + validated))
     steps -= min(LOGGED_IMAGES * logged / step.schedule.batch_size, LOGGED_FRACTION * steps)
     return int(step.world.agree(max(1, int(steps))))
 

@@ -183,7 +183,8 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
         weights, account = source.adapted(training.classes)
         if run.world.main:
             say(account)
-        if source.config is not None and source.classes == training.classes:
+        shared = {*(source.classes or ())} & {*training.classes}
+        if source.config is not None and shared:
             warn_of_seen_images(
                 "model.pretrained", source.name, source.config, source.fingerprint, config, training
             )
