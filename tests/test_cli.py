@@ -119,7 +119,7 @@ def test_help_of_train_has_each_key_with_its_choices_and_default() -> None:
 def test_help_of_eval_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = help_of([])
-    assert "RUN [report | maps | photo | predict | heads | compare | export] ..." in text
+    assert "RUN [report | maps | photo | predict | heads | compare | export | check] ..." in text
     for name, config in COMMANDS.items():
         assert f"  {name:<9}{config.__doc__.splitlines()[0]}\n" in text
         help_text = help_of([name])

@@ -8,6 +8,7 @@ import importlib
 TYPE_CHECKING = False  # as in typing, whose import takes longest of all here
 if TYPE_CHECKING:
     from vit.classifier import Classifier as Classifier
+    from vit.commands.check import check as check
     from vit.commands.export import export as export
     from vit.commands.report import evaluate as evaluate
     from vit.commands.train import train as train
@@ -32,6 +33,7 @@ _MODULES = {
     "train": "vit.commands.train",
     "evaluate": "vit.commands.report",
     "export": "vit.commands.export",
+    "check": "vit.commands.check",
     "add_attention": "vit.reporting.add_attention",
     "attention_rollout": "vit.explain.rollout",
     "MultiHeadSelfAttention": "vit.model.attention",

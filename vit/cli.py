@@ -102,7 +102,7 @@ def eval_main() -> None:
         gc.freeze()
         gc.enable()
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
-        for variant in options.model.attention:
+        for variant in options.model.attention if hasattr(options, "model") else ():
             load_attention(variant)
         function(run, options)
 

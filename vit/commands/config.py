@@ -30,7 +30,7 @@ class EvalModelConfig:
     """The model.
 
     Attributes:
-        attention: FILE.py:NAME of a run whose attention is your own
+        attention: FILE:NAME of a run whose attention is your own
     """
 
     attention: tuple[settings.PathName, ...] = ()
@@ -178,6 +178,17 @@ class HeadsConfig(ImagesConfig):
 
 
 @settings.group("")
+class CheckConfig:
+    """What is wrong with an attention of your own; RUN is FILE:NAME, see model.attention.
+
+    Attributes:
+        json: file for the rows
+    """
+
+    json: settings.PathName | None = None
+
+
+@settings.group("")
 class ExportConfig:
     """The model in formats of other programs, or its Attention tab as one file.
 
@@ -204,4 +215,5 @@ COMMANDS: dict[str, Any] = {
     "heads": HeadsConfig,
     "compare": CompareConfig,
     "export": ExportConfig,
+    "check": CheckConfig,
 }

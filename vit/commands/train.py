@@ -17,12 +17,14 @@ import yaml
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier
+from vit.commands.check import check
 from vit.config import Config, Plans, to_dict
-from vit.console import say
+from vit.console import argument, program, say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
 from vit.evaluation import Evaluator, Setup, Validation
-from vit.model.variants import load_attention
+from vit.model.config import ModelConfig
+from vit.model.variants import attention_of, is_edited, load_attention
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
 from vit.reporting.attention_logging import attention_logging
@@ -87,6 +89,7 @@ def train(
         del source  # its weights are in the model
         if run.world.main:
             say(start_text(run.config, step, training, held_out))
+            say_what_fails(run.config.model)
         with open_tracker(run, step.state) as tracker:
             if tracker is not None and run.checkpoint is None and training.fingerprint:
                 write_split(run.config, training, held_out)
@@ -99,6 +102,16 @@ def train(
             with evaluating():
                 classifier = calibrate(classifier, held_out)
                 return finish_run(run, classifier, step.state, tracker, training.fingerprint)
+
+
+def say_what_fails(model: ModelConfig) -> None:
+    """Print which properties fail of attention that is not released with this package."""
+    if model.name != "vit" or not is_edited(model.attention):
+        return
+    rows = check(attention_of(model.attention), with_cost=False)
+    if failed := [row.property for row in rows if row.result == "failed"]:
+        hint = f"{program('eval')} {argument(model.attention)} check"
+        say(f"attention fails: {', '.join(failed)}; see {hint}")
 
 
 def load_data(run: Run) -> tuple[ImageSet, ImageSet]:

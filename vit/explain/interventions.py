@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
+from vit.model.whole_attention import WholeAttention
 
 Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens: see `Interventions`
 
@@ -78,14 +79,17 @@ class Interventions(nn.Module):
 def gates_of(model: nn.Module) -> Tensor:
     """Return gates (L, H) of ones, which leave all heads of a model as they are."""
     blocks: Any = require_attention(model).blocks
-    device = blocks[0].attn.proj.weight.device
+    device = next(blocks[0].attn.parameters()).device
     return torch.ones(len(blocks), blocks[0].attn.num_heads, device=device)
 
 
 def gated_weights(model: nn.Module, gates: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """Return output projections with gates (L, H): weights and biases by name in the model."""
+    """Return output projections with gates (L, H), or the gates of whole modules, by name."""
     gated, blocks = {}, cast(Any, model).blocks
     for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
+        if isinstance(block.attn, WholeAttention):
+            gated[f"{prefix}blocks.{layer}.attn.gates"] = gates[layer]
+            continue
         proj, name = block.attn.proj, f"{prefix}blocks.{layer}.attn.proj"
         width = proj.in_features // block.attn.num_heads
         gated[f"{name}.weight"] = proj.weight * gates[layer].repeat_interleave(width)
@@ -98,6 +102,9 @@ def with_gates(model: nn.Module, gates: Tensor) -> nn.Module:
     """Return a copy of a model whose heads are scaled by gates (L, H)."""
     copied = copy.deepcopy(model)
     copied.load_state_dict(gated_weights(model, gates), strict=False)
+    for layer, block in enumerate(cast(Any, copied).blocks):
+        if isinstance(block.attn, WholeAttention):
+            block.attn.gates, block.attn.is_gated = gates[layer], True
     return copied
 
 

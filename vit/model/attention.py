@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from vit.model.dropout import Dropout
 from vit.model.fused_kernel import uses_fused_kernel
 
-# A function like `scaled_dot_product_attention`, or a module class whose forward is one and whose
-# constructor takes num_heads and head_dim.
+# A function like `scaled_dot_product_attention`, a module class whose forward is one and whose
+# constructor takes num_heads and head_dim, or the class of a whole module, see
+# `vit.model.whole_attention`.
 Attention = Callable[..., tuple[Tensor, Tensor]] | type[nn.Module]
 
 

@@ -57,8 +57,8 @@ class ModelConfig:
         proj_drop_rate: dropout rate after the projections in attention and MLP
         drop_path_rate: stochastic depth rate of the last block (arXiv 1603.09382), 0 in the first
         attention: what a head computes: dot (arXiv 1706.03762), cosine (arXiv 2111.09883), sigmoid
-            (arXiv 2409.04431), differential (arXiv 2410.05258), or a function of a Python file,
-            my_attention.py:function (docs/variants.md)
+            (arXiv 2409.04431), differential (arXiv 2410.05258), torch.nn:MultiheadAttention, or
+            FILE:NAME, a function or a module in a .py or .ipynb file (docs/variants.md)
     """
 
     name: settings.Text = "vit"

@@ -14,6 +14,7 @@ from vit.model.attention import MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
 from vit.model.embed import Grid
 from vit.model.tracing import leaf_of_graphs
+from vit.model.whole_attention import WholeAttention
 
 
 class NeighbourConv(nn.Module):
@@ -100,7 +101,7 @@ class EncoderBlock(nn.Module):
 
     def __init__(
         self,
-        attn: MultiHeadSelfAttention,
+        attn: MultiHeadSelfAttention | WholeAttention,
         mlp: Mlp,
         dim: int,
         init_values: float | None = None,

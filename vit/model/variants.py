@@ -1,15 +1,16 @@
 """Variants of attention, by name.
 
-A variant is a function with the arguments and results of `scaled_dot_product_attention`, or a
-module class whose forward is one and whose constructor takes num_heads and head_dim, for learned
-parameters. docs/variants.md shows how to write, train and compare one.
+A variant is a function with the arguments and results of `scaled_dot_product_attention`, a module
+class whose forward is one and whose constructor takes num_heads and head_dim, for learned
+parameters, or a whole module, see `vit.model.whole_attention`. docs/variants.md shows how to write,
+train and compare one.
 
 Shapes: B batch, H heads, N queries, M keys, d head width.
 """
 
-import importlib.util
 import inspect
 import math
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ from vit.console import note
 from vit.model import attention
 from vit.model.attention import Attention, masked_softmax
 from vit.model.config import ModelConfig
+from vit.model.definitions import SUFFIXES, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
+from vit.model.whole_attention import WholeAttention, is_whole
 from vit.seeding import generator
 from vit.settings import suggest
 
@@ -98,44 +101,76 @@ ATTENTION: dict[str, Attention | None] = {
     "sigmoid": sigmoid_attention,
     "differential": DifferentialAttention,
 }
+WHOLE = {"torch.nn:MultiheadAttention": nn.MultiheadAttention}  # modules of others
 
 
 def find_attention(name: str) -> Attention | None:
     """Return a registered variant, with or without the folder of its file; else ValueError."""
     name = Path(name).name
+    if name in WHOLE:
+        return WHOLE[name]
     if name not in ATTENTION:
         raise ValueError(
             f"model.attention: {name} is not known here; it must be one of {', '.join(ATTENTION)},"
-            " or FILE.py:NAME, supplied with --model.attention or vit.load_attention"
+            " or FILE:NAME, supplied with --model.attention or vit.load_attention"
             f"{suggest(name, ATTENTION)}"
         )
     return ATTENTION[name]
 
 
 def load_attention(name: str) -> Attention | None:
-    """Run a Python file and register an attention variant that it defines.
+    """Read an attention from a Python file or a notebook, and register it.
 
-    FILE.py:NAME names the file and the function or class; model files store it without the folder.
-    Other names are looked up.
+    FILE:NAME names the file, .py or .ipynb, and the function or class; model files store it without
+    the folder. Of the file, only definitions are executed, see `vit.model.definitions`. Other names
+    are looked up.
 
     Raises:
-        ValueError: There is no such variant, or the file cannot be run.
+        ValueError: There is no such attention, or the file cannot be read.
     """
     file, _, attribute = name.rpartition(":")
-    if not file.endswith(".py"):
+    if not file.endswith(SUFFIXES):
         return find_attention(name)
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    if not Path(file).is_file():
+        raise ValueError(f"model.attention: {file}: file not found")
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"model.attention: {file}: {type(error).__name__}: {error}") from error
-    variant = getattr(module, attribute, None)
-    if not callable(variant):
-        raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}")
-    ATTENTION[Path(name).name] = variant
-    return variant
+        definitions = read_definitions(Path(file))
+    except ValueError as error:
+        raise ValueError(f"model.attention: {error}") from error
+    attention = getattr(definitions, attribute, None)
+    if not callable(attention):
+        skipped = definitions.left_out.get(attribute)
+        why = f"; only definitions are executed, not {skipped}" if skipped else ""
+        raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}{why}")
+    if not isinstance(attention, type):
+        attention = with_all_arguments(attention)
+    ATTENTION[Path(name).name] = attention
+    return attention
+
+
+def with_all_arguments(function: Callable[..., Any]) -> Attention:
+    """Return a function of a head that takes a mask and dropout, or a wrapper of one without."""
+    count = len(inspect.signature(function).parameters)
+    return function if count >= 5 else FewerArguments(function, count > 3)
+
+
+class FewerArguments:
+    """A function of a head without dropout, and perhaps without a mask."""
+
+    def __init__(self, function: Callable[..., Any], takes_mask: bool) -> None:
+        self.function, self.takes_mask = function, takes_mask
+        self.__code__, self.__module__ = function.__code__, function.__module__
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout
+    ) -> tuple[Tensor, Tensor]:
+        """Attend like `scaled_dot_product_attention`; ValueError if it would have to drop."""
+        name = self.function.__name__
+        if getattr(dropout, "p", 0):
+            raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout")
+        if mask is not None and not self.takes_mask:
+            raise ValueError(f"{name} takes no mask, so tokens cannot be hidden from it")
+        return self.function(query, key, value, *((mask,) if self.takes_mask else ()))
 
 
 def is_edited(name: str) -> bool:
@@ -146,23 +181,36 @@ def is_edited(name: str) -> bool:
 
 def attention_code(model: ModelConfig) -> str:
     """Hash the code of a model's attention, see `source_digest`; "" for a timm model."""
-    variant = find_attention(model.attention) or attention.scaled_dot_product_attention
-    return source_digest(variant) if model.name == "vit" else ""
+    return source_digest(attention_of(model.attention)) if model.name == "vit" else ""
 
 
-def check_attention(name: str, heads: int, tokens: int, head_dim: int, hint: str = "") -> None:
-    """Try a variant on random numbers (1, H, N, d), to find mistakes before training.
+def attention_of(name: str) -> Attention:
+    """Return the attention that a name means, "dot" included."""
+    return find_attention(name) or attention.scaled_dot_product_attention
+
+
+def check_attention(
+    name: str, heads: int, tokens: int, head_dim: int, hint: str = "", dim: int = 0
+) -> None:
+    """Try an attention on random numbers, to find mistakes before training.
+
+    Of a head they are queries, keys and values (1, H, N, d); of a whole module, tokens (1, N, dim).
 
     Raises:
         ValueError: It fails, or does not return a finite output and the weights that it is made of.
     """
-    variant = find_attention(name) or attention.scaled_dot_product_attention
-    shape, draw = (1, heads, tokens, head_dim), generator(0, "attention")
+    variant: Any = attention_of(name)
+    whole, draw = is_whole(variant), generator(0, "attention")
+    shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
     try:
-        function: Any = variant(heads, head_dim) if isinstance(variant, type) else variant
-        output, weights = function(*inputs, None, nn.Identity())
-        if (output.shape, weights.shape) != (shape, (*shape[:-1], tokens)):
+        if whole:
+            module = WholeAttention(variant, dim, heads, tokens, head_dim)
+            output, weights = module(inputs[0], need_weights=True)
+        else:
+            function = variant(heads, head_dim) if isinstance(variant, type) else variant
+            output, weights = function(*inputs, None, nn.Identity())
+        if (output.shape, weights.shape) != (shape, (1, heads, tokens, tokens)):
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
         if not (output.isfinite().all() and weights.isfinite().all()):
             raise ValueError("numbers that are not finite")
@@ -170,25 +218,23 @@ def check_attention(name: str, heads: int, tokens: int, head_dim: int, hint: str
         if varies and torch.autograd.grad(output.sum(), weights, allow_unused=True)[0] is None:
             raise ValueError("an output that does not depend on the weights beside it")
     except Exception as error:
-        code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        inside = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+        what = "tokens" if whole else "queries, keys and values"
+        weights_shape = [1, heads, tokens, tokens]
         raise ValueError(
             f"model.attention: {name} gives {type(error).__name__}: {error} "
-            f"({Path(code.co_filename).name}, line {[code.co_firstlineno, *inside][-1]}); for "
-            f"queries, keys and values of {[*shape]}, mask and dropout, it must return the output, "
-            f"{[*shape]}, and the attention weights that it is computed from, "
-            f"{[*shape[:-1], tokens]}{hint}"
+            f"({_place_of(error, variant)}); for {what} of {[*shape]}, it must return the output, "
+            f"{[*shape]}, and the attention weights that it is computed from, {weights_shape}{hint}"
         ) from error
-    if hint:  # for smaller images; the notes have been printed for the full size
-        return
-    if not varies:
+    if not varies and not hint:  # for smaller images, the note has been printed for the full size
         note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")
-    rows, columns = weights.detach().sum(dim=-1), weights.detach().sum(dim=-2)
-    by_design = variant in (sigmoid_attention, DifferentialAttention)
-    if not by_design and (rows - 1).abs().max() > 0.01:
-        effect = "; rollout and statistics of heads show fractions of the sums"
-        if (columns - 1).abs().max() < 0.01:
-            effect = ", but columns do; softmax(dim=-1) is over the keys"
-        sums = f"{rows.min():.2g} to {rows.max():.2g}"
-        note(f"model.attention: {name}: rows of its weights sum to {sums}, not 1{effect}")
+
+
+def _place_of(error: Exception, variant: Any) -> str:
+    """Return file and line of an error in somebody's code, and what of the file is missing."""
+    code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    inside = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    place = f"{Path(code.co_filename).name}, line {[code.co_firstlineno, *inside][-1]}"
+    left_out = getattr(sys.modules.get(variant.__module__), "left_out", {})
+    missing = left_out.get(getattr(error, "name", None))
+    return f"{place}; only definitions are executed, not {missing}" if missing else place

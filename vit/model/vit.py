@@ -16,6 +16,7 @@ from vit.model.dropout import Dropout
 from vit.model.embed import Grid, PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
 from vit.model.variants import find_attention
+from vit.model.whole_attention import WholeAttention, is_whole
 
 torch.fx.wrap("resample_pos_embed")  # it branches
 
@@ -37,8 +38,8 @@ class VisionTransformer(nn.Module):
     Args:
         img_size: Height and width in pixels of the images that position embeddings are for, or one
             number for both. They are resampled for other multiples of patch_size.
-        attention: What each head computes: a name in `vit.model.variants.ATTENTION`, or a function
-            or class that could be there.
+        attention: What each head computes, or a whole attention module: a name in
+            `vit.model.variants.ATTENTION`, or a function or class that could be there.
 
     `ModelConfig` describes the other arguments.
 
@@ -110,17 +111,17 @@ class VisionTransformer(nn.Module):
         hidden_dim = int(embed_dim * mlp_ratio)
         self.blocks = nn.ModuleList()
         for layer in range(depth):
-            attn = MultiHeadSelfAttention(
-                embed_dim,
-                num_heads,
-                head_dim,
-                qkv_bias,
-                qk_norm,
-                attn_drop=attn_drop_rate,
-                proj_drop=proj_drop_rate,
-                attention=attend,
-                norm_eps=norm_eps,
-            )
+            attn: MultiHeadSelfAttention | WholeAttention
+            if is_whole(attend):
+                num_tokens = self.num_prefix_tokens + self.patch_embed.num_patches
+                attn = WholeAttention(
+                    attend, embed_dim, num_heads, num_tokens, head_dim, attn_drop_rate
+                )
+            else:
+                attn = MultiHeadSelfAttention(
+                    embed_dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop_rate,
+                    proj_drop_rate, attend, norm_eps,
+                )  # fmt: skip
             # In the last block, a convolution only affects the logits if the head reads patches.
             mixes = mlp_conv and (pooled or layer < depth - 1)
             conv = NeighbourConv(hidden_dim, self.num_prefix_tokens) if mixes else None

@@ -53,7 +53,8 @@ def check_config(config: Config) -> None:
         for used, hint in (size, ""), (small, "; --train.small_share 0 trains with no fewer"):
             if used == size or train.small_share:
                 tokens = built.num_prefix_tokens + math.prod(built.patch_embed.grid(*used))
-                check_attention(model.attention, model.num_heads, tokens, width, hint)
+                settings = model.num_heads, tokens, width, hint, model.embed_dim
+                check_attention(model.attention, *settings)
 
 
 def warn_of_seen_images(

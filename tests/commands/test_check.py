@@ -1,0 +1,122 @@
+"""The doctor for attention: planted faults are found by their row, and nothing else is reported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from timm.layers.attention import Attention as TimmAttention
+from torch import nn
+
+from vit.commands.check import Row, check
+from vit.model.attention import scaled_dot_product_attention
+from vit.model.definitions import read_definitions
+from vit.model.variants import ATTENTION
+
+RIGHT = """
+import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Mine(nn.Module):
+    def __init__(self, dim, num_heads, dropout=0.0):
+        super().__init__()
+        self.num_heads, self.d = num_heads, dim // num_heads
+        self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.out, self.dropout = nn.Linear(dim, dim), nn.Dropout(dropout)
+
+    def forward(self, x, mask=None):
+        B, N, D = x.shape
+        q = self.q(x).view(B, N, self.num_heads, self.d).transpose(1, 2)
+        k = self.k(x).view(B, N, self.num_heads, self.d).transpose(1, 2)
+        v = self.v(x).view(B, N, self.num_heads, self.d).transpose(1, 2)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.d)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -1e9)
+        weights = torch.softmax(scores, dim=-1)
+        heads = self.dropout(weights) @ v
+        return self.out(heads.transpose(1, 2).reshape(B, N, D)), weights
+"""
+SPLIT = ".view(B, N, self.num_heads, self.d).transpose(1, 2)"
+MASK = "if mask is not None:\n            scores = scores.masked_fill(mask == 0, -1e9)"
+# What is changed, the row that must say so, and words of its sentence.
+FAULTS: dict[str, tuple[str, str, str, str]] = {
+    "softmax over queries": ("dim=-1)", "dim=-2)", "rows of weights", "over the queries"),
+    "softmax over heads": ("dim=-1)", "dim=1)", "rows of weights", "over the heads"),
+    "softmax over the batch": ("dim=-1)", "dim=0)", "rows of weights", "over the batch"),
+    "no scale": (" / math.sqrt(self.d)", "", "scores are divided", "divides by √16"),
+    "scale of the width": ("math.sqrt(self.d)", "math.sqrt(D)", "scores are divided", "√16"),
+    "scale without root": ("math.sqrt(self.d)", "self.d", "scores are divided", "√16"),
+    "view alone": (SPLIT, ".view(B, self.num_heads, N, self.d)", "permuting", "a view alone"),
+    "merged without transpose": (
+        "heads.transpose(1, 2).reshape", "heads.reshape", "permuting", "a view alone"
+    ),
+    "causal": (MASK, "scores = scores + torch.full((N, N), -1e9).triu(1)", "permuting", "before"),
+    "mask ignored": (MASK, "", "mask", "is ignored"),
+    "mask inverted": ("mask == 0", "mask == 1", "mask", "is inverted"),
+    "mask of the first image": ("mask == 0", "mask[:1] == 0", "mask", "of one image"),
+    "mask too weak": ("-1e9", "-1.0", "mask", "keep weight"),
+    "mask after the softmax": (
+        f"{MASK}\n        weights = torch.softmax(scores, dim=-1)",
+        "weights = torch.softmax(scores, dim=-1)\n        if mask is not None:\n"
+        "            weights = weights * mask",
+        "mask", "after the softmax",
+    ),
+    "NaN": ("-1e9", "-torch.inf", "mask", "NaN"),
+    "always dropout": (
+        "self.dropout(weights)", "F.dropout(weights, 0.5)", "evaluation is", "active in evaluation"
+    ),
+    "weights after dropout": (
+        "heads = self.dropout(weights) @ v", "weights = self.dropout(weights)\n"
+        "        heads = weights @ v", "weights are from before dropout", "after dropout",
+    ),
+    "residual": ("return self.out(", "return x + self.out(", "output has no residual", "again"),
+    "shared projection": ("k = self.k(x)", "k = self.q(x)", "all weights", "k.bias get no"),
+    "detached": ("v = self.v(x)", "v = self.v(x).detach()", "all weights", "v.bias get no"),
+    "one head for all": (
+        "scores = q @ k", "q = q.mean(dim=1, keepdim=True).expand_as(q)\n        scores = q @ k",
+        "heads are independent", "heads are mixed",
+    ),
+    "exp overflows": (
+        "torch.softmax(scores, dim=-1)", "scores.exp() / scores.exp().sum(-1, keepdim=True)",
+        "finite with large scores", "torch.softmax",
+    ),
+    "wrong shape": ("reshape(B, N, D)", "reshape(B, N, D)[:, :-1]", "can be called", "[3, 9, 64]"),
+}  # fmt: skip
+
+
+def define(folder: Path, source: str) -> Any:
+    file = folder / "mine.py"
+    file.write_text(source)
+    return read_definitions(file).Mine
+
+
+def notable(rows: list[Row]) -> dict[str, Row]:
+    return {row.property: row for row in rows if row.result in ("failed", "remark")}
+
+
+def test_right_attention_passes(tmp_path: Path) -> None:
+    rows = check(define(tmp_path, RIGHT))
+    assert [row.result for row in rows] == ["passed"] * len(rows) and len(rows) > 14
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found_by_their_row(fault: str, tmp_path: Path) -> None:
+    old, new, row, words = FAULTS[fault]
+    assert old in RIGHT
+    found = notable(check(define(tmp_path, RIGHT.replace(old, new))))
+    (name,) = [key for key in found if key.startswith(row)]
+    assert words in found[name].advice
+
+
+@pytest.mark.parametrize("attention", [
+    scaled_dot_product_attention, nn.MultiheadAttention, TimmAttention, ATTENTION["cosine"],
+])  # fmt: skip
+def test_attention_of_libraries_gives_no_false_alarm(attention: Any) -> None:
+    assert not notable(check(attention))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "differential"])
+def test_choices_are_remarks(name: str) -> None:
+    found = notable(check(ATTENTION[name]))
+    assert {key: row.result for key, row in found.items()} == {"rows of weights sum to 1": "remark"}

@@ -1,0 +1,69 @@
+"""What is executed of a file with attention: definitions, and nothing that a cell calls."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from vit.model.definitions import read_definitions
+
+CELLS = [
+    "%matplotlib inline\n!pip install torch\nimport math\nimport seaborn_is_not_here as sns",
+    "%%timeit\nthis is not = Python",
+    "try:\n    import einops\n    import nobody_has_this\nexcept ImportError:\n    pass",
+    "width, heads = 64, 4\nhead_dim = width // heads\nroot = math.pi",
+    "device = open('touched', 'w')\nprint('called')",
+    "def attend(x):\n    return x + 1",
+    "Summary of the above, in words",
+    "def attend(x):\n    return x + head_dim\n\nresult = attend(1)\nfor _ in range(3): result += 1",
+    "class Mine:\n    def forward(self):\n        return device",
+]
+
+
+def write(folder: Path, cells: list[str]) -> Path:
+    file = folder / "notes.ipynb"
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    file.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "def"}, *code]}))
+    return file
+
+
+def test_only_definitions_of_a_notebook_are_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = read_definitions(write(tmp_path, CELLS))
+    assert not Path("touched").exists() and not capsys.readouterr().out
+    assert found.attend(1) == 17 and found.einops and found.root > 3  # the last of two counts
+    assert {*found.left_out} >= {"sns", "nobody_has_this", "device", "result"}
+    assert found.left_out["device"].endswith("device = open('touched', 'w')")
+    assert "No module named" in found.left_out["sns"]
+    assert inspect.getsource(found.attend).splitlines()[1] == "    return x + head_dim"
+    with pytest.raises(NameError, match="device"):
+        found.Mine().forward()
+
+
+def test_a_python_file_is_read_likewise(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "SCALE = 2.0\nraise SystemExit\n\ndef f(x):\n    return SCALE"
+    )
+    assert read_definitions(tmp_path / "mine.py").f(0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("mine.py", "def f(:", "mine.py, line 1: "),
+        ("mine.ipynb", "[]", "mine.ipynb is not a notebook"),
+        ("mine.ipynb", '{"cells": [{}]}', "mine.ipynb is not a notebook"),
+        ("mine.ipynb", "no JSON", "mine.ipynb is not a notebook"),
+        ("mine.py", "\udcff", "mine.py is not a text file in UTF-8"),
+    ],
+)
+def test_other_files_are_refused_in_a_line(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError) as info:
+        read_definitions(tmp_path / name)
+    assert words in str(info.value) and "\n" not in str(info.value)

@@ -1,0 +1,259 @@
+"""Whole attention modules: weights, masks and muting are those of their own softmax."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from small_runs import small
+from vit.commands.config import ExportConfig
+from vit.commands.export import write_exports
+from vit.commands.train import train
+from vit.explain.interventions import Interventions, gates_of, with_gates
+from vit.model import variants
+from vit.model.whole_attention import WholeAttention, is_whole
+from vit.pretrained.load import load
+from vit.reporting.live import graph_of
+from vit.run.checkpoint import checkpoint_paths
+
+B, N, D = 2, 17, 48
+
+
+class Plain(nn.Module):
+    """As in many notebooks, with fields of its own for the softmax that it has computed."""
+
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__()
+        self.heads = nhead
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+        self.scaled: dict[int, float] = {}  # what rows of a head are multiplied by
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        self.weights = F.softmax(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, dim=-1)
+        scale = torch.tensor([self.scaled.get(head, 1.0) for head in range(self.heads)])
+        heads = (self.weights * scale[:, None, None]) @ v
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+class Fused(Plain):
+    """The same with torch's function, which returns no weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Torchs(nn.MultiheadAttention):
+    """torch's module, whose parameters are those of `Plain`."""
+
+    def __init__(self, embed_dim: int, num_heads: int, batch_first: bool) -> None:
+        super().__init__(embed_dim, num_heads, batch_first=batch_first)
+
+
+def tokens() -> Tensor:
+    return torch.randn(B, N, D, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=[Plain, Fused, Torchs])
+def pair(request: pytest.FixtureRequest) -> tuple[WholeAttention, Plain]:
+    """A module in its place, and the plain one with the same weights, to compare with."""
+    placed, own = WholeAttention(request.param, D, 3, N).eval(), Plain(D, 3)
+    state = placed.module.state_dict()
+    names = {"in_proj_": "qkv.", "out_proj.": "out."}
+    for old, new in names.items():
+        state = {key.replace(old, new): value for key, value in state.items()}
+    own.load_state_dict(state)
+    return placed, own
+
+
+def test_weights_are_those_of_the_softmax(pair: tuple[WholeAttention, Plain]) -> None:
+    placed, own = pair
+    expected, x = own(tokens()), tokens()
+    assert_close(placed(x), expected)
+    output, weights = placed(x, need_weights=True)
+    assert_close(output, expected)
+    assert_close(weights, own.weights, rtol=0, atol=1e-6)
+
+
+def test_a_muted_head_has_rows_of_zeros(pair: tuple[WholeAttention, Plain]) -> None:
+    placed, own = pair
+    placed.gates[1], own.scaled[1] = 0.0, 0.0
+    output, weights = placed(tokens(), need_weights=True)
+    assert_close(output, own(tokens()))
+    assert_close(weights, own.weights, rtol=0, atol=1e-6)  # still what the head attends to
+    placed.gates[:] = 0.0  # the layer has no attention branch, and so no bias
+    assert not placed(tokens(), need_weights=True)[0].any()
+
+
+def test_a_masked_key_gets_no_weight(pair: tuple[WholeAttention, Plain]) -> None:
+    placed, own = pair
+    keep = torch.ones(B, 1, N, dtype=torch.bool)
+    keep[0, :, 3:6] = False
+    output, weights = placed(tokens(), keep, need_weights=True)
+    assert not weights[0, :, :, 3:6].any()
+    assert_close(weights.sum(dim=-1), torch.ones(B, 3, N))
+    alone = torch.cat([tokens()[:1, :3], tokens()[:1, 6:]], dim=1)
+    others = torch.cat([output[:1, :3], output[:1, 6:]], dim=1)
+    assert_close(others, own(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute self.module.weights")
+def test_export_is_the_module(pair: tuple[WholeAttention, Plain]) -> None:
+    placed, _ = pair
+    with torch.no_grad():
+        program = torch.export.export(placed, (tokens(),), {"need_weights": True}).module()
+        for found, expected in zip(
+            program(tokens(), need_weights=True), placed(tokens(), need_weights=True), strict=True
+        ):
+            assert torch.equal(found, expected)
+
+
+class OneHead(nn.Module):
+    def __init__(self, input_dim: int, output_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(input_dim, output_dim)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+        scores = self.proj(query) @ key.transpose(-2, -1)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -1e9)
+        return scores.softmax(-1) @ value
+
+
+class Sigmoid(OneHead):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+        weights = torch.sigmoid(self.proj(query) @ key.transpose(-2, -1))
+        return weights @ value, weights
+
+
+class Hidden(OneHead):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+        return torch.sigmoid(self.proj(query) @ key.transpose(-2, -1)) @ value
+
+
+class Long(OneHead):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+        return super().forward(query, key, value, mask)[:, :-1]
+
+
+class Unknown(OneHead):
+    def __init__(self, input_dim: int, kernel: int) -> None:
+        super().__init__(input_dim, input_dim)
+
+
+def test_a_module_without_heads_is_one_head() -> None:
+    placed = WholeAttention(OneHead, D, 1, N)
+    keep = torch.ones(B, 1, N, dtype=torch.bool)
+    keep[1, :, 0] = False
+    weights = placed(tokens(), keep, need_weights=True)[1]
+    assert weights.shape == (B, 1, N, N) and not weights[1, 0, :, 0].any()
+    assert weights[0, 0, :, 0].any()
+
+
+def test_weights_that_are_returned_count_where_there_is_no_softmax() -> None:
+    weights = WholeAttention(Sigmoid, D, 1, N)(tokens(), need_weights=True)[1]
+    assert weights.shape == (B, 1, N, N) and weights.sum(dim=-1).max() > 2
+
+
+@pytest.mark.parametrize(
+    ("module", "heads", "words"),
+    [
+        (OneHead, 3, "num_heads: 3 is not allowed; it must be 1 with OneHead"),
+        (Hidden, 1, "Hidden computes no softmax over the tokens; let its forward return"),
+        (Long, 1, "Long returns [2, 16, 48] for tokens of [2, 17, 48]"),
+        (Unknown, 1, "the constructor of Unknown takes kernel, which is not known here"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_line(module: Any, heads: int, words: str) -> None:
+    with pytest.raises(ValueError) as info:
+        WholeAttention(module, D, heads, N)(tokens(), need_weights=True)
+    assert words in str(info.value) and "\n" not in str(info.value)
+
+
+def test_kinds_are_recognized() -> None:
+    from vit.model.variants import ATTENTION, CosineAttention
+
+    assert is_whole(OneHead) and is_whole(nn.MultiheadAttention)
+    assert not is_whole(CosineAttention) and not any(map(is_whole, ATTENTION.values()))
+
+
+# In a run.
+
+NOTEBOOK = """
+import torch, nobody_has_this
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, query, key, value):
+        B, N, D = query.shape
+        q, k, v = self.qkv(query).view(B, N, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        weights = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(B, N, D))
+
+print(Attention(8, 2)(torch.zeros(1, 2, 8)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The tensor attribute")
+def test_a_module_of_a_notebook_is_trained_resumed_explained_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [{"cell_type": "code", "source": ["%pip list\n", NOTEBOOK]}]
+    (tmp_path / "notes.ipynb").write_text(json.dumps({"cells": cells}))
+    name = f"{tmp_path}/notes.ipynb:Attention"
+    monkeypatch.setattr(variants, "ATTENTION", dict(variants.ATTENTION))
+    model = {"attention": name, "num_heads": 2, "embed_dim": 24, "depth": 2, "patch_size": 8}
+    config = small(tmp_path / "run", model=model, track={"probes": 2}, train={"epochs": 2})
+    train(config)
+    assert "attention fails" not in capsys.readouterr().out
+    run = load(tmp_path / "run", "cpu")
+    for path in (run.path, checkpoint_paths(tmp_path / "run")[-1]):
+        path.unlink()
+    train(config)  # resumes after the first epoch
+    again = load(tmp_path / "run", "cpu").model.state_dict()
+    for key, weight in run.model.state_dict().items():
+        assert torch.equal(weight, again[key]), key
+
+    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    inputs = run.normalize(images)
+    logits, weights, _ = run.model.forward_intermediates(inputs)
+    assert_close(logits, run.logits(images))
+    # The last block, by hand, with a head that is muted.
+    before, block = run.model.forward_intermediates(inputs)[2][0], run.model.blocks[1]
+    own, grid = block.attn.module, (4, 4)
+    query, key, value = own.qkv(block.norm1(before)).view(4, -1, 3, 2, 12).permute(2, 0, 3, 1, 4)
+    rows = (query @ key.mT * 12**-0.5).softmax(dim=-1)
+    assert_close(weights[1], rows, rtol=0, atol=1e-6)
+    heads = (rows * torch.tensor([0.0, 1.0])[:, None, None]) @ value
+    after = before + own.out(heads.transpose(1, 2).flatten(2))
+    after = after + block.mlp(block.norm2(after), grid)
+    expected = run.model.forward_head(run.model.norm(after))
+    gates = gates_of(run.model)
+    gates[1, 0] = 0.0
+    assert_close(Interventions(run.model)(inputs, gates, torch.ones(1, 16))[0], expected)
+    assert_close(with_gates(run.model, gates)(inputs), expected)
+    (file,) = write_exports(run, ExportConfig(formats=("onnx",)))  # compares logits
+    assert file.is_file()
+    with pytest.raises(ValueError, match=r"timm is not possible, because timm has no .*attention"):
+        write_exports(run, ExportConfig(formats=("timm",)))
+    assert graph_of(run)
+    maps = run.explain(images[0].movedim(0, -1).numpy()).maps
+    assert all(values.isfinite().all() for values in maps.values())

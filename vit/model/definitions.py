@@ -1,0 +1,114 @@
+"""Definitions in a Python file or a notebook, without running what else is in it.
+
+Only imports, functions, classes and constants are executed, so a notebook's calls, plots and
+downloads are not. Of a name that is defined twice, the last definition counts.
+"""
+
+import ast
+import json
+import linecache
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+
+SUFFIXES = (".py", ".ipynb")
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# What a constant may consist of: numbers, texts, names of other constants, and arithmetic.
+PLAIN = (
+    ast.Constant, ast.Name, ast.Attribute, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare,
+    ast.IfExp, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Starred, ast.Subscript, ast.Slice,
+    ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context,
+)  # fmt: skip
+
+
+class Definitions(types.ModuleType):
+    """What a file defines, and the lines that were left out, by the names that they assign."""
+
+    left_out: dict[str, str]
+
+
+def read_definitions(file: Path) -> Definitions:
+    """Execute the definitions in a file.
+
+    Raises:
+        ValueError: It is not UTF-8, not a notebook, or not Python.
+        OSError: It cannot be read.
+    """
+    source = _source(file)
+    module = Definitions(f"vit_definitions_{file.stem}")
+    module.__file__, module.left_out = str(file), {}
+    # So that inspect, and tracebacks, find the source of a notebook too.
+    sys.modules[module.__name__] = module
+    lines = source.splitlines(keepends=True)
+    linecache.cache[str(file)] = len(source), None, lines, str(file)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"{file}, line {error.lineno}: {error.msg}") from None
+    for node in _statements(tree.body):
+        try:
+            if not _defines(node):
+                raise _LeftOut
+            exec(compile(ast.Module([node], []), str(file), "exec"), vars(module))
+        except (_LeftOut, ImportError, NameError, AttributeError) as error:
+            line = lines[node.lineno - 1].strip()
+            why = "" if isinstance(error, _LeftOut) else f" ({error})"
+            for name in _names(node):
+                module.left_out.setdefault(name, f"line {node.lineno}: {line}{why}")
+    return module
+
+
+class _LeftOut(Exception):
+    """A statement that is not executed."""
+
+
+def _source(file: Path) -> str:
+    """Return the code of a file; that of a notebook's cells, without those that do not parse."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix != ".ipynb":
+            return text
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        sources = [cell["source"] for cell in cells]
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        kind = "a notebook" if file.suffix == ".ipynb" else "a text file in UTF-8"
+        raise ValueError(f"{file} is not {kind} ({error})") from None
+    return "\n\n".join(map(_plain, map("".join, sources))) + "\n"
+
+
+def _plain(cell: str) -> str:
+    """Comment out magics and shell lines of a cell, or all of it if it is not Python."""
+    lines = cell.splitlines()
+    if any(line.startswith("%%") for line in lines[:1]):
+        return "\n".join(f"# {line}" for line in lines)
+    lines = [f"# {line}" if line.lstrip()[:1] in ("%", "!", "?") else line for line in lines]
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError:
+        lines = [f"# {line}" for line in lines]
+    return "\n".join(lines)
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
+    """Yield the statements of a file, and those inside `try`, with which imports are optional."""
+    for node in body:
+        if isinstance(node, ast.Try):
+            yield from _statements(node.body)
+        else:
+            yield node
+
+
+def _defines(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        return all(isinstance(part, PLAIN) for part in ast.walk(node.value))
+    return isinstance(node, DEFINITIONS)
+
+
+def _names(node: ast.stmt) -> Iterable[str]:
+    """Yield the names that a statement would define."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.alias):
+            yield (part.asname or part.name).partition(".")[0]
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            yield part.id

@@ -1,0 +1,220 @@
+"""Whole attention modules, as people write them in notebooks, in place of our own.
+
+A whole module has projections of its own; its constructor takes a width, and perhaps the number of
+heads. Its weights are what its softmax returns, before dropout, whether it returns them or not.
+
+Shapes: B batch, H heads, N tokens, D token width.
+"""
+
+import inspect
+import math
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vit.model.attention import for_all_heads, masked_softmax
+
+# What constructors call their arguments.
+WIDTHS = (
+    "dim", "embed_dim", "d_model", "input_dim", "input_size", "hidden_size", "n_embd", "d_in",
+    "d_out", "hidden_dim", "emb_dim", "embedding_dim", "model_dim", "output_dim", "out_dim",
+)  # fmt: skip
+HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head")
+HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
+DROPOUTS = ("dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop")
+LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
+MASKS = ("mask", "attn_mask", "attention_mask")
+SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
+
+
+def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
+    """Tell whether an attention is a whole module: a class whose constructor takes a width."""
+    if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
+        return False
+    return any(name in WIDTHS for name in inspect.signature(attention).parameters)
+
+
+def has_heads(attention: type) -> bool:
+    """Tell whether the constructor of a whole module takes the number of heads."""
+    return any(name in HEADS for name in inspect.signature(attention).parameters)
+
+
+class WholeAttention(nn.Module):
+    """A whole attention module with the interface of `MultiHeadSelfAttention`.
+
+    A mask is passed to a module that takes one, else applied to its softmax.
+
+    Args:
+        attention: The module's class.
+        dim: D, token width.
+        num_heads: H; 1 for a module without heads.
+        num_tokens: Largest N.
+        head_dim: Width of a head, for constructors that take it; None means dim / num_heads.
+        dropout: Probability, for constructors that take it.
+
+    Raises:
+        ValueError: The constructor takes something unknown, fails, or takes no number of heads.
+    """
+
+    gates: Tensor  # (H,), by which the weights of each head are multiplied: 0 mutes a head
+
+    def __init__(
+        self,
+        attention: type[nn.Module],
+        dim: int,
+        num_heads: int,
+        num_tokens: int,
+        head_dim: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        name = attention.__name__
+        if num_heads > 1 and not has_heads(attention):
+            raise ValueError(
+                f"num_heads: {num_heads} is not allowed; it must be 1 with {name}, whose "
+                f"constructor takes no number of heads ({', '.join(HEADS)})"
+            )
+        values: dict[str, Any] = {"batch_first": True}
+        for names, value in (
+            (WIDTHS, dim), (HEADS, num_heads), (HEAD_WIDTHS, head_dim or dim // num_heads),
+            (DROPOUTS, dropout), (LENGTHS, num_tokens),
+        ):  # fmt: skip
+            values |= dict.fromkeys(names, value)
+        parameters = inspect.signature(attention).parameters
+        for parameter in parameters.values():
+            if parameter.name not in values and _is_required(parameter):
+                raise ValueError(
+                    f"attention: the constructor of {name} takes {parameter.name}, which is not "
+                    f"known here; give it a default, or call it {', '.join(WIDTHS[:3])} (width), "
+                    f"{HEADS[0]}, {HEAD_WIDTHS[0]}, {DROPOUTS[0]} or {LENGTHS[0]}"
+                )
+        self.module = attention(**{key: values[key] for key in parameters if key in values})
+        self.num_heads, self.has_heads = num_heads, has_heads(attention)
+        self.register_buffer("gates", torch.ones(num_heads), persistent=False)
+        self.is_gated = False  # whether the gates matter where no weights are needed
+        taken = inspect.signature(self.module.forward).parameters
+        self.mask_name = next((key for key in MASKS if key in taken), None)
+        required = [p.name for p in taken.values() if _is_required(p) and p.name not in MASKS]
+        self.inputs = max(1, len(required))  # 3 for query, key and value
+        self.is_torchs = isinstance(self.module, nn.MultiheadAttention)
+        if self.is_torchs:  # where True hides a key; `ReadSoftmax` masks it
+            self.mask_name = None
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Apply the module, as `MultiHeadSelfAttention.forward`.
+
+        Raises:
+            ValueError: The output has another shape than x, or there are no weights to return.
+        """
+        keywords: dict[str, Any] = {}
+        if self.mask_name is not None:
+            keywords[self.mask_name] = mask
+        if self.is_torchs:
+            keywords["need_weights"] = need_weights
+        if not (need_weights or self.is_gated) and mask is None:
+            return self._checked(self.module(*[x] * self.inputs, **keywords), x)[0]
+        size = len(x), self.num_heads, x.shape[1], x.shape[1]
+        allowed = for_all_heads(mask, size)
+        if self.mask_name is not None:
+            if allowed is not None and allowed.ndim == 4 and not self.has_heads:
+                allowed = allowed[:, 0]  # for scores (B, N, N)
+            keywords[self.mask_name], allowed = allowed, None
+        with ReadSoftmax(size, allowed, self.gates) as read:
+            output, weights = self._checked(self.module(*[x] * self.inputs, **keywords), x)
+        if read.weights is not None:
+            weights = read.weights
+        if weights is None:
+            raise ValueError(
+                f"attention: {type(self.module).__name__} computes no softmax over the tokens; let "
+                "its forward return the attention weights too: return output, weights"
+            )
+        output = output * (self.gates.amax(dim=0) > 0)
+        return (output, weights) if need_weights else output
+
+    def _checked(self, result: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the module, and the weights that it returns, if any."""
+        output, *others = result if isinstance(result, tuple | list) else (result,)
+        if not isinstance(output, Tensor) or output.shape != x.shape:
+            shape = [*output.shape] if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                f"attention: {type(self.module).__name__} returns {shape} for tokens of "
+                f"{[*x.shape]}; the output must have their shape"
+            )
+        weights = [part for part in others if isinstance(part, Tensor) and part.ndim >= 3]
+        return output, weights[0].view(len(x), -1, *weights[0].shape[-2:]) if weights else None
+
+
+class ReadSoftmax(TorchFunctionMode):
+    """A context in which the softmax of one attention is read, masked, and scaled by gates.
+
+    Args:
+        size: B, H, N, N of the weights.
+        mask: Boolean, broadcastable to them; None if the module applies its own.
+        gates: (H,), by which the weights of each head are multiplied after they are read.
+    """
+
+    def __init__(self, size: tuple[int, ...], mask: Tensor | None, gates: Tensor) -> None:
+        super().__init__()
+        self.size, self.mask, self.gates = size, mask, gates
+        self.weights: Tensor | None = None  # (B, H, N, N)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._project(*args, **kwargs)
+        if func not in SOFTMAXES or args[0].shape[-2:] != self.size[2:]:
+            return func(*args, **kwargs)
+        if self.mask is None:
+            return self._gated(func(*args, **kwargs))
+        scores = args[0].view(self.size)
+        return self._gated(masked_softmax(scores, self.mask).view(args[0].shape))
+
+    def _gated(self, weights: Tensor) -> Tensor:
+        self.weights = weights.view(self.size)
+        return (self.weights * self.gates[:, None, None]).view(weights.shape)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Do what torch's function does, with weights that can be read."""
+        scores = query @ key.transpose(-2, -1) * (scale or 1 / math.sqrt(query.shape[-1]))
+        if is_causal:
+            attn_mask = torch.ones_like(scores[..., :, :], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            scores, attn_mask = scores + attn_mask, None
+        masks = [mask for mask in (self.mask, attn_mask) if mask is not None]
+        allowed = masks[0] if len(masks) == 1 else masks[0] & masks[1] if masks else None
+        weights = self._gated(masked_softmax(scores, allowed))
+        return F.dropout(weights, dropout_p) @ value
+
+    def _project(
+        self, tokens: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *weights: Any,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Do what torch's function for self-attention does, for tokens (N, B, D)."""
+        weight, bias, _, _, _, dropout, out_weight, out_bias = weights
+        projected = F.linear(tokens, weight, bias).chunk(3, dim=-1)
+        query, key, value = (p.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for p in projected)
+        output = self._attend(query, key, value, dropout_p=dropout).permute(2, 0, 1, 3).flatten(2)
+        return F.linear(output, out_weight, out_bias), self.weights
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in kinds
