@@ -83,6 +83,6 @@ def shorten(value: object, length: int = 60) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
-def by(size: tuple[int, ...]) -> str:
+def sides(size: tuple[int, ...]) -> str:
     """Return the sides of something as text: "32 x 32"."""
     return " x ".join(map(str, size))

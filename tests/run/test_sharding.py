@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from small_runs import UNIFORM, StopAt, load, make_step, small
 from vit.config import Config, StoredConfig
-from vit.distributed.shard import replicate, shards, to_full
+from vit.distributed.shard import needs_shards, replicate, to_full
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.model.variants import load_attention
@@ -271,12 +271,14 @@ def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
     monkeypatch.setattr(World, "agree", lambda _, choice: choice)  # the other process is not there
     gpu = torch.device("cuda")
-    assert not shards("auto", World(0, 2), gpu, 10**9) and shards(
+    assert not needs_shards("auto", World(0, 2), gpu, 10**9) and needs_shards(
         "auto", World(0, 2), gpu, 3 * 10**9
     )
-    assert not shards("auto", World(0, 2), CPU, 3 * 10**9)
-    assert shards("shard", World(0, 2), CPU, 10) and not shards("shard", World(0, 1), CPU, 10)
-    assert not shards("replicate", World(0, 2), gpu, 3 * 10**9)
+    assert not needs_shards("auto", World(0, 2), CPU, 3 * 10**9)
+    assert needs_shards("shard", World(0, 2), CPU, 10) and not needs_shards(
+        "shard", World(0, 1), CPU, 10
+    )
+    assert not needs_shards("replicate", World(0, 2), gpu, 3 * 10**9)
 
 
 def test_a_hybrid_run_of_an_earlier_version_loads() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from vit.console import note, warn
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
-from vit.data.layout import some
+from vit.data.layout import join
 from vit.data.pixels import DEEPEST, open_image
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import balanced_subset, describe_counts, held_out, held_out_beside, together
@@ -67,7 +67,7 @@ def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
     """Leave out the images that cannot be read, and say which they are."""
     if not unreadable:
         return images
-    names = some([images.name(index) for index in unreadable])
+    names = join([images.name(index) for index in unreadable])
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
     note(f"skipped {count} that cannot be read: {names}")
     kept, _ = images.divide(torch.tensor(unreadable))
@@ -163,7 +163,7 @@ def _require_readable(sets: Sequence[ImageSet]) -> None:
             problems += [(images.name(index), text) for index, text in images.images.problems()]
     if problems:
         names, (first, *others) = zip(*problems, strict=True)
-        more = f"; {len(names):,} files cannot be read: {some(names)}" if others else ""
+        more = f"; {len(names):,} files cannot be read: {join(names)}" if others else ""
         raise ValueError(f"{first}{more}; {UNREADABLE}")
 
 
@@ -178,7 +178,7 @@ def report_copies(sets: Sequence[ImageSet]) -> None:
     if seen := int((first[trained:] < trained).sum()):
         text += f", and {seen:,} of the {len(sets[-1]):,} test images are training images, too"
     if mixed := copies[labels[copies] != labels[first[copies]]].tolist():
-        pairs = some([f"{names[index]} = {names[first[index]]}" for index in mixed])
+        pairs = join([f"{names[index]} = {names[first[index]]}" for index in mixed])
         text += f"; pictures in two classes: {pairs}"
     if len(copies):
         (warn if seen or mixed else note)(text)

@@ -8,7 +8,7 @@ import torch
 
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
-from vit.data.layout import content, find_parts, image_files, is_image, note_unused, visible_folders
+from vit.data.layout import find_parts, image_files, is_image, listing, note_unused, visible_folders
 
 
 def list_folder(data: DataConfig, train: bool) -> ImageSet:
@@ -26,7 +26,7 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     part = parts[0 if train else 1 % len(parts)]
     if not visible_folders(part):
         raise ValueError(
-            f"data.root: {part} has no class folders ({content(part)}); data.name=folder needs "
+            f"data.root: {part} has no class folders ({listing(part)}); data.name=folder needs "
             "images in train/<class>/ and test/<class>/, or in <class>/, to be split by "
             "data.test_fraction"
         )

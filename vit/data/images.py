@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vit.console import counted, note_once, printable, shorten
 from vit.data.config import DataConfig
-from vit.data.layout import some
+from vit.data.layout import join
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class, together
 from vit.data.stream import ImageFile, ImageFiles, first_copies
@@ -159,7 +159,7 @@ def user_files(
     require(split or fraction is None, "data.test_fraction", fraction, allowed)
     if len(classes) < (2 if train or split else 1):
         raise ValueError(
-            f"data.root: {folder} has {len(classes)} classes ({some(classes)}); a classifier needs "
+            f"data.root: {folder} has {len(classes)} classes ({join(classes)}); a classifier needs "
             "at least two"
         )
     least, part = (2, "") if split else (1, "training " if train else "test ")
@@ -172,7 +172,7 @@ def user_files(
     ]
     if few:
         raise ValueError(
-            f"data.root: {some(few)} in {folder}; each class needs at least {least}: add images, "
+            f"data.root: {join(few)} in {folder}; each class needs at least {least}: add images, "
             "or delete the class"
         )
     if listed is None:

@@ -54,7 +54,7 @@ def _can_be_opened(path: str) -> bool:
 def note_unused(folder: Path, files: Sequence[str], why: str) -> None:
     """Say once which files in a folder are not used, and why."""
     if files:
-        names = some([os.path.relpath(file, folder) for file in files])
+        names = join([os.path.relpath(file, folder) for file in files])
         note_once(f"{folder}: {counted(len(files), 'file', ',')} ignored, {why}: {names}")
 
 
@@ -86,16 +86,16 @@ def find_parts(root: Path) -> list[Path]:
     if beside and loose:
         return [root]
     if beside or loose or not tests or len(words) > len({*words}):
-        names = some(sorted(path.name for _, path in parts or named))
+        names = join(sorted(path.name for _, path in parts or named))
         raise ValueError(
-            f"data.root: {root} ({content(root)}) can be read in two ways: {names} as parts, like "
+            f"data.root: {root} ({listing(root)}) can be read in two ways: {names} as parts, like "
             "train/<class>/ and test/<class>/ (or val/), or as classes; for parts, complete these "
             "two and move other folders away, or point --data.root at one to split it by "
             f"data.test_fraction; for classes, rename {names}"
         )
     folder_of = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
     chosen = [folder_of[word] for word in (TRAIN, *tests[:2])]
-    if ignored := some(sorted(path.name for _, path in named if path not in chosen)):
+    if ignored := join(sorted(path.name for _, path in named if path not in chosen)):
         note_once(f"{root}: {ignored} ignored; test images are in {chosen[1].name}")
     while all([f.name for f in visible_folders(part)] == [part.name] for part in chosen):
         chosen = [part / part.name for part in chosen]  # as some archives are unpacked
@@ -129,7 +129,7 @@ def check_stored(data: DataConfig, is_target: bool = True) -> None:
         if not root.exists():
             raise ValueError(f"data.root: {root} does not exist; check the path")
         raise ValueError(
-            f"data.root: {root} does not contain {data.name} ({content(root)}); check the path, or "
+            f"data.root: {root} does not contain {data.name} ({listing(root)}); check the path, or "
             "train with --data.name folder, table or shards for images of your own (docs/data.md "
             f"describes them), or with --data.name {data.name} to use it all the same"
         )
@@ -172,14 +172,14 @@ def image_files(folder: Path, seen: set[str] | None = None) -> tuple[list[str], 
     return images, sorted({*paths} - {*images})
 
 
-def content(path: Path) -> str:
+def listing(path: Path) -> str:
     """Describe what a folder contains, or why it is not one."""
     if not path.is_dir():
         return "it is a file" if path.exists() else "it does not exist"
-    return f"it contains {some(sorted(child.name for child in path.iterdir())) or 'nothing'}"
+    return f"it contains {join(sorted(child.name for child in path.iterdir())) or 'nothing'}"
 
 
-def some(names: Sequence[str]) -> str:
+def join(names: Sequence[str]) -> str:
     """Join the first few names and count the rest."""
     more = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {more:,} more" if more > 0 else "")

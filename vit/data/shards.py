@@ -47,7 +47,7 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     shards = layout.tar_files(part)
     if not shards:
         raise ValueError(
-            f"data.root: {part} contains no shards ({layout.content(part)}); data.name=shards "
+            f"data.root: {part} contains no shards ({layout.listing(part)}); data.name=shards "
             "needs train/*.tar and test/*.tar, or *.tar, to be split by data.test_fraction"
         )
     if part == root and len({shard.name.lower().startswith(layout.TRAIN) for shard in shards}) > 1:

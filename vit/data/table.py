@@ -11,7 +11,7 @@ import torch
 from vit.console import shorten
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
-from vit.data.layout import TESTS, TRAIN, content, part_of, some
+from vit.data.layout import TESTS, TRAIN, join, listing, part_of
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 ALSO = {
@@ -57,7 +57,7 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
     """Read and check a table; return the label of each file, and its split if it has the column."""
     if not file.is_file():
         raise ValueError(
-            f"data.root: {file} is not a file ({content(file)}); data.name=table needs a CSV file"
+            f"data.root: {file} is not a file ({listing(file)}); data.name=table needs a CSV file"
         )
     rows, seen = dict[str, tuple[str, str | None]](), set[str]()
     try:
@@ -76,7 +76,7 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                     )
             if not {PATH, LABEL} <= {*columns}:
                 raise ValueError(
-                    f"data.root: {file} has the columns {some([*map(shorten, names)])}; expected "
+                    f"data.root: {file} has the columns {join([*map(shorten, names)])}; expected "
                     f"are {PATH} (or file, filename or image), {LABEL} (or class) and, optionally, "
                     f"{SPLIT} (or part or subset)"
                 )

@@ -24,7 +24,7 @@ BYTES_PER_WEIGHT = 16  # weight, gradient and two moments of AdamW, float32 each
 MOST_MEMORY = 0.5  # fraction of a device's memory for them, above which `auto` shards
 
 
-def shards(choice: str, world: World, device: torch.device, num_weights: int) -> bool:
+def needs_shards(choice: str, world: World, device: torch.device, num_weights: int) -> bool:
     """Decide whether the processes of a run shard its model; a single one has the whole model.
 
     The choice is "replicate", "shard" or "auto", which shards if weights, gradients and optimizer

@@ -79,7 +79,7 @@ def timm_name(model: nn.Module) -> str:
     return str(pretrained_cfg.get("architecture") or type(model).__name__)
 
 
-def heads(model: nn.Module) -> tuple[nn.Module, ...]:
+def classifier_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the layers that turn features into logits; two with a distillation token."""
     head = cast(Any, model).get_classifier()
     return head if isinstance(head, tuple) else (head,)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vit.config import Config
-from vit.console import by, shorten
+from vit.console import shorten, sides
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.timm_model import NORM_EPS, complete_arguments, create
@@ -109,7 +109,7 @@ def _fit_vit(
     if "pos_embed" in weights and grid != old_grid:
         prefix = 0 if model.no_embed_class else num_prefix_tokens(source.settings)
         weights["pos_embed"] = resample_pos_embed(weights["pos_embed"], old_grid, grid, prefix)
-        changes.append(f"positions {by(old_grid)} -> {by(grid)} patches")
+        changes.append(f"positions {sides(old_grid)} -> {sides(grid)} patches")
     # The kernel of the first convolution, also of a convolutional stem.
     stem = next(k for k, v in weights.items() if k.startswith("patch_embed.proj.") and v.ndim == 4)
     if before != now:
@@ -165,7 +165,7 @@ def _fit_timm(
             "its arguments with model.timm_args"
         ) from None
     changes = [
-        f"{key} {by(body[key].shape)} -> {by(value.shape)}"
+        f"{key} {sides(body[key].shape)} -> {sides(value.shape)}"
         for key, value in fitted.items()
         if key in body and not torch.equal(body[key], value)
     ]

@@ -25,7 +25,7 @@ from vit.console import shorten
 from vit.data.preprocess import Preprocess
 from vit.files import write_atomically, write_json
 from vit.model.config import TIMM, ModelConfig
-from vit.model.timm_model import NORM_EPS, complete_arguments, heads
+from vit.model.timm_model import NORM_EPS, classifier_layers, complete_arguments
 from vit.model.variants import is_edited
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
@@ -203,7 +203,7 @@ def _portable(classifier: Classifier) -> nn.Module:
     model = copy.deepcopy(classifier.model).to(memory_format=torch.contiguous_format)
     if classifier.calibration:
         with torch.no_grad():
-            for parameter in chain(*(head.parameters() for head in heads(model))):
+            for parameter in chain(*(head.parameters() for head in classifier_layers(model))):
                 parameter.div_(classifier.calibration.temperature)
     return model
 

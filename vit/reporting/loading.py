@@ -17,7 +17,7 @@ from vit.console import note, printable, warn
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
-from vit.data.layout import check_stored, recognize, some
+from vit.data.layout import check_stored, join, recognize
 from vit.files import inside, require_file
 from vit.model_file import SavedModel
 from vit.pretrained.load import load
@@ -105,11 +105,11 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     if others := {*test.classes} - {*classes}:
         raise ValueError(
             f"data.root: the test images in {root} have classes that {saved.path} does not know: "
-            f"{some(sorted(others))}; point --data.root at a folder with its classes only"
+            f"{join(sorted(others))}; point --data.root at a folder with its classes only"
         )
     if test.classes != classes:
         missing = [name for name in classes if name not in test.classes]
-        note(f"test images of {len(test.classes)} of {len(classes)} classes; none: {some(missing)}")
+        note(f"test images of {len(test.classes)} of {len(classes)} classes; none: {join(missing)}")
         numbers = torch.tensor([classes.index(name) for name in test.classes])
         test = dataclasses.replace(test, labels=numbers[test.labels], classes=classes)
     if test.split and saved.fingerprint not in ("", test.fingerprint):

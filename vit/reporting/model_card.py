@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from vit.config import Config, to_dict
-from vit.console import by, printable, say
+from vit.console import printable, say, sides
 from vit.files import write_atomically, write_json
 from vit.hub import HUB
 from vit.model.config import TIMM
@@ -118,7 +118,7 @@ def model_card(saved: SavedModel) -> str:
         name=markdown(saved.name),
         place=json.dumps(f"{HUB}OWNER/{saved.name}"),
         weights=sum(weight.numel() for weight in saved.model.parameters()),
-        size=by((*saved.preprocess.image_size, saved.preprocess.channels)),
+        size=sides((*saved.preprocess.image_size, saved.preprocess.channels)),
         count=len(saved.classes),
         classes=markdown(", ".join(saved.classes)),
         library=LIBRARY,

@@ -13,7 +13,7 @@ from torch import nn
 
 from vit.classifier import build_model
 from vit.config import OPTIMIZERS, Config
-from vit.console import by, shorten, warn
+from vit.console import shorten, sides, warn
 from vit.data.images import ImageSet
 from vit.data.layout import find_parts
 from vit.data.preprocess import Preprocess
@@ -117,14 +117,14 @@ def _check_timm(config: Config, preprocess: Preprocess) -> None:
     if problem := problem_with(model, image_size, channels, CLASSES):
         made_for = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
         raise ValueError(
-            f"model.name: {name} does not take the images of this data set, {by(image_size)} "
-            f"pixels ({shorten(problem, 150)}); {timm_name(model)} is made for {by(made_for)} "
+            f"model.name: {name} does not take the images of this data set, {sides(image_size)} "
+            f"pixels ({shorten(problem, 150)}); {timm_name(model)} is made for {sides(made_for)} "
             "pixels, and some models can be fitted to others with --model.timm_args, e.g. "
             "'{patch_size: 4}'"
         )
     small = scaled_size(image_size, train.small_scale, size_unit(model))
     if train.small_share and problem_with(model, small, channels, CLASSES):
-        allowed = f"which takes images of {by(image_size)} pixels but not of {by(small)}"
+        allowed = f"which takes images of {sides(image_size)} pixels but not of {sides(small)}"
         check(train, "small_share", False, f"0 with model.name={name}, {allowed}")
     if train.whiten and image_conv(model, channels) is None:
         allowed = "which does not begin with a convolution of the image"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.console import argument, by, counted, printable, program
+from vit.console import argument, counted, printable, program, sides
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.sampling import describe_counts
@@ -49,7 +49,7 @@ def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
     if data.balance != "none":
         text += f"; classes are balanced by data.balance={data.balance}"
     if data.spec.own_files and data.image_size is None:
-        pixels = f"{by(data.spec.image_size)} pixels"
+        pixels = f"{sides(data.spec.image_size)} pixels"
         text += f"; resized to {pixels}, use --data.image_size for more detail"
     if isinstance(images.images, ImageFiles):
         gigabytes, workers = images.images.nbytes / 1e9, images.images.num_workers
@@ -68,7 +68,7 @@ def _model_text(model: ModelConfig, step: TrainingStep) -> str:
     text = model.name
     if text == "vit":
         text = f"ViT, depth {model.depth}, width {model.embed_dim}, {model.num_heads} heads"
-    text += f", {by(size)} pixels"
+    text += f", {sides(size)} pixels"
     structure = attention_model(state.structure())
     if structure is not None:
         count = structure.num_prefix_tokens + math.prod(structure.patch_embed.grid(*size))
@@ -93,7 +93,7 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
     text = f"{schedule.total_steps:,} with {batch}, {epochs}"
     if schedule.small_fraction and schedule.small_size != schedule.full_size:
         first = f"{schedule.small_fraction * schedule.total_steps / schedule.steps_per_epoch:.3g}"
-        text += f", the first {first} at {by(schedule.small_size)} pixels"
+        text += f", the first {first} at {sides(schedule.small_size)} pixels"
     scratch = config.model.pretrained is None and not state.frozen
     if not scratch and not schedule.small_fraction:
         text += ", all at full size, for which the weights are made (train.small_share)"

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from vit.classifier import build_model
 from vit.console import say, shorten
 from vit.data.images import ImageSet
-from vit.distributed.shard import gathered, shard, shards, to_local
+from vit.distributed.shard import gathered, needs_shards, shard, to_local
 from vit.model.embed import image_conv, whiten
-from vit.model.timm_model import heads
+from vit.model.timm_model import classifier_layers
 from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
@@ -150,11 +150,11 @@ def build_state(
     frozen = config.train.freeze == "backbone"
     if frozen:
         model.requires_grad_(False)
-        for head in heads(model):
+        for head in classifier_layers(model):
             head.requires_grad_(True)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     # A head is small, and features are computed without the wrapper of a model.
-    sharded = not frozen and shards(config.train.parallel, world, device, num_weights)
+    sharded = not frozen and needs_shards(config.train.parallel, world, device, num_weights)
     if not sharded:  # otherwise only a part of it goes to the device
         model.to(device)
     ema, complete = None, None

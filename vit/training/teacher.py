@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import by, shorten
+from vit.console import shorten, sides
 from vit.data.images import ImageSet
 from vit.pretrained.load import load
 from vit.training.checks import problem_with, warn_of_seen_images
@@ -63,11 +63,11 @@ def _check(teacher: Classifier, run: Run, classes: tuple[str, ...], size: tuple[
         )
     if other.image_size != own.image_size:
         raise ValueError(
-            f"{name} was trained on images of {by(other.image_size)} pixels, but the run's have "
-            f"{by(own.image_size)}; choose another teacher or data.image_size"
+            f"{name} was trained on images of {sides(other.image_size)} pixels, but the run's have "
+            f"{sides(own.image_size)}; choose another teacher or data.image_size"
         )
     if problem := problem_with(teacher.model, size, own.channels, len(classes)):
         raise ValueError(
-            f"{name} does not take images of {by(size)} pixels ({shorten(problem, 150)}); choose "
-            "another teacher, or train without smaller images (--train.small_share 0)"
+            f"{name} does not take images of {sides(size)} pixels ({shorten(problem, 150)}); "
+            "choose another teacher, or train without smaller images (--train.small_share 0)"
         )
