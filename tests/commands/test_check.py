@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from timm.layers.attention import Attention as TimmAttention
-from torch import nn
+from torch import Tensor, nn
 
 from vit.commands.check import Row, check
 from vit.model.attention import scaled_dot_product_attention
@@ -16,7 +16,7 @@ RIGHT = """
 import math
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 class Mine(nn.Module):
     def __init__(self, dim, num_heads, dropout=0.0):
@@ -109,8 +109,22 @@ def test_planted_faults_are_found_by_their_row(fault: str, tmp_path: Path) -> No
     assert words in found[name].advice
 
 
+def test_what_is_not_found_is_no_failure(tmp_path: Path) -> None:
+    """Values without a projection, and queries and keys in another order."""
+    for old, new in (("self.v(x)", "x"), ("q = self.q(x)", "v = self.v(x)\n        q = self.q(x)")):
+        rows = check(define(tmp_path, RIGHT.replace(old, new)))
+        assert not [
+            row for row in rows if row.result == "failed" and "gradient" not in row.property
+        ]
+
+
+def few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:
+    """A function without dropout."""
+    return scaled_dot_product_attention(query, key, value, mask)
+
+
 @pytest.mark.parametrize("attention", [
-    scaled_dot_product_attention, nn.MultiheadAttention, TimmAttention, ATTENTION["cosine"],
+    scaled_dot_product_attention, nn.MultiheadAttention, TimmAttention, ATTENTION["cosine"], few,
 ])  # fmt: skip
 def test_attention_of_libraries_gives_no_false_alarm(attention: Any) -> None:
     assert not notable(check(attention))

@@ -23,7 +23,7 @@ from vit.console import printable, say, shorten
 from vit.files import write_json
 from vit.hardware import autocast
 from vit.model.attention import Attention, MultiHeadSelfAttention
-from vit.model.variants import attention_of, load_attention
+from vit.model.variants import FewerArguments, attention_of, load_attention, with_all_arguments
 from vit.model.whole_attention import SOFTMAXES, WholeAttention, has_heads, is_whole
 from vit.seeding import generator
 
@@ -74,6 +74,7 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
     Returns:
         A row for each property; with_cost also time and memory.
     """
+    attention = with_all_arguments(attention)
     heads = 1 if is_whole(attention) and not has_heads(attention) else H
     try:
         with torch.random.fork_rng(devices=[]):
@@ -135,22 +136,29 @@ class Watch(TorchFunctionMode):
         return watch
 
 
+def _judge(
+    what: str, is_right: bool, number: str = "", advice: str = "", is_choice: bool = False
+) -> Row:
+    """Return a row that passes or not, and gives advice only if not."""
+    if is_right:
+        return Row(what, "passed", number)
+    return Row(what, "remark" if is_choice else "failed", number, advice)
+
+
 def _shapes(subject: Subject, tokens: Tensor, seen: Watch) -> Iterator[Row]:
     """Check shapes, and that numbers are finite in two precisions and with large scores."""
-    heads = subject.num_heads
-    found = f"output {[*seen.output.shape]}, weights {[*seen.weights.shape]}"
-    right = seen.weights.shape == (B, heads, N, N)
-    advice = f"the weights must be {[B, heads, N, N]}: batch, heads, queries, keys"
-    yield Row("shapes", "passed" if right else "failed", found, "" if right else advice)
-    with torch.no_grad():
-        for name, scale, precision in (
-            ("finite in float32", 1, torch.float32), ("finite in bfloat16", 1, torch.bfloat16),
-            ("finite with large scores", 300, torch.float32),
-        ):  # fmt: skip
-            with autocast(tokens.device, precision):
-                finite = bool(subject(scale * tokens).isfinite().all())
-            advice = "subtract the largest score before exp, as torch.softmax does"
-            yield Row(name, "passed" if finite else "failed", "", "" if finite else advice)
+    expected = B, subject.num_heads, N, N
+    advice = f"the weights must be {[*expected]}: batch, heads, queries, keys"
+    shapes = f"output {[*seen.output.shape]}, weights {[*seen.weights.shape]}"
+    yield _judge("shapes", seen.weights.shape == expected, shapes, advice)
+    advice = "subtract the largest score before exp, as torch.softmax does"
+    for what, scale, precision in (
+        ("finite in float32", 1, torch.float32), ("finite in bfloat16", 1, torch.bfloat16),
+        ("finite with large scores", 300, torch.float32),
+    ):  # fmt: skip
+        with torch.no_grad(), autocast(tokens.device, precision):
+            is_finite = bool(subject(scale * tokens).isfinite().all())
+        yield _judge(what, is_finite, advice=advice)
 
 
 def _properties(
@@ -243,30 +251,27 @@ def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     order = torch.randperm(N, generator=generator(1, "check"))
     moved = Watch.run(subject, tokens[:, order])
     far = (moved.output - seen.output[:, order]).abs().max().item()
-    what, number = "permuting tokens permutes outputs", f"off by {far:.1g}"
-    if far < CLOSE:
-        return Row(what, "passed", number)
-    if (seen.weights.triu(1).abs() < 1e-6).all():
-        advice = "tokens attend only to those before them: patches of an image have no such order"
-        return Row(what, "remark", number, advice)
     advice = "tokens are mixed between heads: split the width with view(B, N, heads, d), then "
-    return Row(what, "failed", number, f"{advice}transpose(1, 2); a view alone mixes them")
+    advice += "transpose(1, 2); a view alone mixes them"
+    is_causal = bool((seen.weights.triu(1).abs() < 1e-6).all())
+    if is_causal:
+        advice = "tokens attend only to those before them: patches of an image have no such order"
+    what = "permuting tokens permutes outputs"
+    return _judge(what, far < CLOSE, f"off by {far:.1g}", advice, is_causal)
 
 
 def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that a part of a projection, the width of a head, changes the weights of one head."""
     what, heads = "heads are independent", subject.num_heads
-    if heads == 1:
-        return Row(what, "passed", "one head")
     for number, output in enumerate(seen.linears):
         noise, width = torch.zeros_like(output), D // heads
         noise[..., :width] = 1 + torch.rand(width, generator=generator(2, "check"))
         weights = Watch.run(subject, tokens, add={number: noise}).weights
         changed = int(((weights - seen.weights).abs().amax(dim=(0, 2, 3)) > CLOSE).sum())
         if changed:
-            found = f"the first {width} columns of a projection change {changed} of {heads}"
+            effect = f"the first {width} columns of a projection change {changed} of {heads}"
             advice = "heads are mixed: each needs its own part of queries and keys"
-            return Row(what, *(("passed", found) if changed == 1 else ("failed", found, advice)))
+            return _judge(what, changed == 1, effect, advice)
     return Row(what, "unknown", "", "no projection changes the weights")
 
 
@@ -299,53 +304,43 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     if advice:
         return Row(what, "failed", number, advice)
     none = Watch.run(subject, tokens, torch.zeros(N, N, dtype=torch.bool))
-    if not none.output.isfinite().all():
-        advice = "a query that may attend to no key gives NaN: fill with -1e9 instead of -inf"
-        return Row(what, "remark", number, advice)
-    return Row(what, "passed", number)
+    advice = "a query that may attend to no key gives NaN: fill with -1e9 instead of -inf"
+    return _judge(what, bool(none.output.isfinite().all()), number, advice, is_choice=True)
 
 
 def _dropout(attention: Attention, subject: Subject, tokens: Tensor) -> Iterator[Row]:
     """Check that evaluation is deterministic, and that weights are from before dropout."""
+    drop = 0.0 if isinstance(attention, FewerArguments) else 0.5
+    dropping = build(attention, D, subject.num_heads, N, drop).train()
     with torch.no_grad():
-        again = [subject(tokens) for _ in range(2)]
-    far = (again[0] - again[1]).abs().max().item()
+        far = (subject(tokens) - subject(tokens)).abs().max().item()
+        if isinstance(dropping, WholeAttention):  # what the module itself returns
+            result = dropping.module(*[tokens] * dropping.inputs)
+        else:
+            result = dropping(tokens, need_weights=True)
     advice = "dropout is active in evaluation: use nn.Dropout, or F.dropout(..., self.training)"
-    yield Row("evaluation is deterministic", *(
-        ("passed", f"off by {far:.1g}") if far == 0 else ("failed", f"off by {far:.1g}", advice)
-    ))  # fmt: skip
-    dropping = build(attention, D, subject.num_heads, N, drop=0.5).train()
-    module: Any = getattr(dropping, "module", None)
-    if module is None:
-        weights = dropping(tokens, need_weights=True)[1].detach()
-    else:
-        with torch.no_grad():
-            result = module(*[tokens] * dropping.inputs)  # type: ignore[operator]
-        weights = result[1] if isinstance(result, tuple) and isinstance(result[1], Tensor) else None
-    what = "weights are from before dropout"
-    if weights is None:
-        yield Row(what, "passed", "it returns none, so those of its softmax are shown")
-    elif (weights == 0).float().mean() > 0.1:
-        yield Row(what, "remark", "", "it returns weights after dropout; those before are shown")
-    else:
-        yield Row(what, "passed")
+    yield _judge("evaluation is deterministic", far == 0, f"off by {far:.1g}", advice)
+    weights = result[1] if isinstance(result, tuple) and isinstance(result[1], Tensor) else None
+    number = "it returns none, so those of its softmax are shown" if weights is None else ""
+    is_before = weights is None or bool((weights == 0).float().mean() < 0.1)
+    advice = "it returns weights after dropout; those before are shown"
+    yield _judge("weights are from before dropout", is_before, number, advice, is_choice=True)
 
 
 def _residual(subject: Subject, tokens: Tensor) -> Row:
     """Check that without attention nothing of the tokens is left."""
-    others = tokens.flip(0) * 2
-    outputs = [Watch.run(subject, part, mute=True) for part in (tokens, others)]
     what = "output has no residual or norm"
-    if outputs[0].scores is None:
+    first, other = (Watch.run(subject, x, mute=True) for x in (tokens, tokens.flip(0) * 2))
+    if first.scores is None:
         return Row(what, "unknown", "", "it has no softmax to mute")
-    far = (outputs[0].output - outputs[1].output).abs().max().item()
+    far = (first.output - other.output).abs().max().item()
     if far > CLOSE:
         advice = "the output contains the input: an encoder block adds it again"
         return Row(what, "remark", f"{far:.2g} without attention", advice)
     output = Watch.run(subject, 10 * tokens).output
     normal = output.mean(-1).abs().max() < CLOSE and (output.std(-1, False) - 1).abs().max() < 0.01
     advice = "the output is normalized: an encoder block normalizes its input instead"
-    return Row(what, "remark" if normal else "passed", "", advice if normal else "")
+    return _judge(what, not normal, advice=advice, is_choice=True)
 
 
 def _gradients(subject: Subject, tokens: Tensor, pair: Pair | None) -> Iterator[Row]:
@@ -359,12 +354,11 @@ def _gradients(subject: Subject, tokens: Tensor, pair: Pair | None) -> Iterator[
         if weight.grad is None or (weight.ndim > 1 and not weight.grad.abs().max() > 0)
     ]
     advice = f"{', '.join(idle)} get no gradient: they are not used, or detached"
-    yield Row("all weights get gradients", *(("failed", "", advice) if idle else ("passed",)))
+    yield _judge("all weights get gradients", not idle, advice=advice)
     if pair is not None:
-        shared = pair.numbers[0] == pair.numbers[1]
         advice = "queries and keys have the same projection, so scores are symmetric"
-        what = "queries and keys have their own projections"
-        yield Row(what, "remark" if shared else "passed", "", advice if shared else "")
+        what, differ = "queries and keys have their own projections", len({*pair.numbers}) == 2
+        yield _judge(what, differ, advice=advice, is_choice=True)
 
 
 def _as_torch(subject: Subject, tokens: Tensor, seen: Watch, pair: Pair | None) -> Row:
@@ -372,24 +366,24 @@ def _as_torch(subject: Subject, tokens: Tensor, seen: Watch, pair: Pair | None) 
     what = "equals torch's attention"
     if pair is None:
         return Row(what, "unknown", "", "its queries and keys were not found")
-    rest = [part for number, part in enumerate(seen.linears) if number > pair.numbers[1][0]]
-    (number, third) = pair.numbers[1]
-    fused = seen.linears[number].chunk(3, dim=-1)[2] if third else None
-    values = fused if fused is not None else rest[0] if rest else None
-    if values is None:
-        return Row(what, "unknown", "", "its values were not found")
-    values = values if values.shape[0] == B else values.transpose(0, 1)
-    value = values.unflatten(-1, (subject.num_heads, -1)).transpose(1, 2)
-    expected = F.scaled_dot_product_attention(pair.query, pair.key, value)
-    expected = expected.transpose(1, 2).flatten(2)
-    last = [m for m in subject.modules() if isinstance(m, nn.Linear)][-1]
-    if len(seen.linears) > (1 if fused is not None else 3):
+    (query, third), (key, _) = pair.numbers
+    if third:  # of one layer for queries, keys and values
+        candidates = [seen.linears[query].chunk(3, dim=-1)[2]]
+    else:
+        candidates = [part for n, part in enumerate(seen.linears) if n not in (query, key)]
+    last = [module for module in subject.modules() if isinstance(module, nn.Linear)][-1]
+    differences = []
+    for values in candidates:
+        values = values if values.shape[0] == B else values.transpose(0, 1)
+        value = values.unflatten(-1, (subject.num_heads, -1)).transpose(1, 2)
+        heads = F.scaled_dot_product_attention(pair.query, pair.key, value)
         with torch.no_grad():
-            expected = last(expected)
-    far = (expected - seen.output).abs().max().item()
+            merged = heads.transpose(1, 2).flatten(2)
+            outputs = [merged, last(merged)] if last.in_features == merged.shape[-1] else [merged]
+        differences += [(x - seen.output).abs().max() for x in outputs if x.shape == tokens.shape]
+    far = float(min(differences, default=math.inf))
     advice = "it computes something else than softmax(QKᵀ / √d) V; the rows above say what"
-    return Row(what, *(("passed", f"off by {far:.1g}") if far < CLOSE else
-                       ("remark", f"off by {far:.2g}", advice)))  # fmt: skip
+    return _judge(what, far < CLOSE, f"off by {far:.2g}", advice, is_choice=True)
 
 
 def _cost(attention: Attention, subject: Subject) -> Row:

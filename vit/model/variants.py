@@ -142,16 +142,16 @@ def load_attention(name: str) -> Attention | None:
         skipped = definitions.left_out.get(attribute)
         why = f"; only definitions are executed, not {skipped}" if skipped else ""
         raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}{why}")
-    if not isinstance(attention, type):
-        attention = with_all_arguments(attention)
-    ATTENTION[Path(name).name] = attention
-    return attention
+    ATTENTION[Path(name).name] = with_all_arguments(attention)
+    return ATTENTION[Path(name).name]
 
 
-def with_all_arguments(function: Callable[..., Any]) -> Attention:
-    """Return a function of a head that takes a mask and dropout, or a wrapper of one without."""
-    count = len(inspect.signature(function).parameters)
-    return function if count >= 5 else FewerArguments(function, count > 3)
+def with_all_arguments(attention: Attention) -> Attention:
+    """Return an attention; a function of a head without a mask or dropout is wrapped."""
+    if isinstance(attention, type):
+        return attention
+    count = len(inspect.signature(attention).parameters)
+    return attention if count >= 5 else FewerArguments(attention, count > 3)
 
 
 class FewerArguments:

@@ -15,7 +15,7 @@ from vit.model.attention import Attention, MultiHeadSelfAttention
 from vit.model.dropout import Dropout
 from vit.model.embed import Grid, PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
-from vit.model.variants import find_attention
+from vit.model.variants import find_attention, with_all_arguments
 from vit.model.whole_attention import WholeAttention, is_whole
 
 torch.fx.wrap("resample_pos_embed")  # it branches
@@ -85,6 +85,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         check_pool(global_pool, class_token)
         attend = find_attention(attention) if isinstance(attention, str) else attention
+        attend = attend and with_all_arguments(attend)
         pooled = global_pool == "avg"
         self.global_pool: str = global_pool
         self.num_classes, self.num_features = num_classes, embed_dim
