@@ -257,7 +257,7 @@ def test_only_a_file_that_the_caller_names_is_executed(tmp_path, registry, monke
     shutil.copytree(first.out, run)
     (run / "data").mkdir()
     (run / "data/mine.py").write_text(
-        f"import pathlib; pathlib.Path({str(proof)!r}).touch()\n{CUBE}"
+        f"import pathlib\ndef hostile(x=pathlib.Path({str(proof)!r}).touch()): pass\n{CUBE}"
     )
     (run / "model.safetensors").unlink()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(hostile)))
@@ -451,7 +451,8 @@ def test_the_page_and_the_help_name_all_variants():
 def test_the_exercise_of_the_page(tmp_path, registry, monkeypatch, capsys):
     """Each command is run as it stands, on few images and with a small model."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-    dot, own, compare = re.findall(r"^    (vit-(?:train|eval) .*)$", PAGE, flags=re.MULTILINE)
+    exercise = PAGE.partition("## Write one of your own")[2]
+    dot, own, compare = re.findall(r"^    (vit-(?:train|eval) .*)$", exercise, flags=re.MULTILINE)
     (tmp_path / "my_attention.py").write_text(code)
     small = (
         "--data.name shapes --data.train_size 64 --data.val_size 16 --train.batch_size 32 "

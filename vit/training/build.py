@@ -114,7 +114,8 @@ def _choose_length(
     end = begin + TRAINING_FRACTION * 60 * minutes
     end -= EXPORT_SECONDS if track.probes and track.live_mb else 0
     # Classifying an image takes a third of the products of a training step.
-    validated = (held_out + sample_size(len(training))) / 3 if held_out else 0
+    sample = step.schedule.small_fraction * sample_size(len(training))  # see `Validation`
+    validated = (held_out + sample) / 3 if held_out else 0
     settings = end, track.milestones * track.probes, validated / len(training)
     total_steps = _fit_budget(step, training, *settings)
     step = compile_step(run, step, total_steps)
