@@ -75,7 +75,7 @@ def test_attention_writes_sheets_maps_and_index_and_nothing_else(explained):
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
     assert names == {
         "image_00003.png", "image_00017.png", "features.png", "index.json", "faithfulness.json",
-        *(f"{kind}.npy" for kind in MAP_KINDS),
+        *(f"{kind}.npy" for kind in (*MAP_KINDS, "heads")),
     }  # fmt: skip
     assert str(folder) in printed and "2 sheets" in printed and "cpu" in printed.lower()
     assert [path.name for path in folder.parent.iterdir()] == ["attention"]
@@ -90,6 +90,13 @@ def test_saved_maps_are_those_computed_directly_and_the_index_says_what_they_are
         saved = np.load(folder / f"{kind}.npy")
         assert saved.dtype == np.float32
         np.testing.assert_allclose(saved, found.numpy(), rtol=1e-4, atol=1e-5)
+    _, weights, _ = opened.model.forward_intermediates(
+        opened.normalize(shapes.images[list(CHOSEN)])
+    )
+    patches = torch.stack(weights, dim=1)[..., -64:, -64:].mean(dim=-2)  # the head reads their mean
+    np.testing.assert_allclose(
+        np.load(folder / "heads.npy"), patches.unflatten(-1, (8, 8)).detach(), rtol=1e-4, atol=1e-6
+    )
     index = read_index(folder)
     assert (index["data"], index["split"], index["readout"]) == ("shapes", "test", "mean")
     assert index["maps"] == {

@@ -1,6 +1,6 @@
 """`eval.py RUN maps`: attention of test images as sheets, maps and an index."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from vit.data.sampling import balanced_subset
 from vit.explain.figures import attention_picture, captions_of, features_picture
 from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.maps import MAP_KINDS, layout_of
-from vit.explain.rollout import check_rollout_options
+from vit.explain.rollout import check_rollout_options, head_maps
 from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
@@ -25,8 +25,16 @@ from vit.reporting.attention_records import add_frames, add_record, attention_re
 from vit.reporting.live import add_live
 from vit.reporting.loading import has_keys, load_run, load_test, require_replaceable, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
-from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, FEATURES_FILE, INDEX_FILE, TABLE_FILE
+from vit.run.folder import (
+    ATTENTION_FILES,
+    ATTENTION_FOLDER,
+    FEATURES_FILE,
+    HEADS,
+    INDEX_FILE,
+    TABLE_FILE,
+)
 from vit.run.tracker import event_writer, picture_tag
+from vit.tensorboard_plugin.records import Record
 
 LIVE_MB = 100  # for the model, which the Attention tab can run
 
@@ -128,7 +136,7 @@ def _write_maps(
     write_json(folder / INDEX_FILE, content)
     captions = captions_of(logits, chosen.labels, classes)
     with event_writer(folder) as writer:
-        _write_records(writer, saved, test, indices, target, rollout)
+        heads = _write_records(writer, saved, test, indices, target, rollout)
         for row, name in enumerate(names):
             own, class_name = {kind: maps[kind][row] for kind in maps}, classes[explained[row]]
             sheet = attention_picture(
@@ -137,8 +145,8 @@ def _write_maps(
             write_picture(folder / f"{name}.png", sheet)
             tag = picture_tag(f"attention/{name}")
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")
-    for kind, values in maps.items():
-        with open_atomically(folder / f"{kind}.npy") as file:
+    for name, values in (*maps.items(), (HEADS, heads)):
+        with open_atomically(folder / f"{name}.npy") as file:
             np.save(file, values.cpu().numpy())
 
 
@@ -161,16 +169,30 @@ def _write_records(
     indices: Tensor,
     target: int | None,
     rollout: RolloutOptions,
-) -> None:
-    """Write records of images, the model, and a sheet of features."""
+) -> Tensor:
+    """Write records of images, the model, and a sheet of features.
+
+    Returns:
+        The attention of each head from what the model reads to the patches, in fractions: images,
+        layers, heads, rows, columns.
+    """
     images = test.select(indices).in_memory()
     frames = read_frames(saved, test, saved.config.train.seed)
     if frames is not None:
         add_frames(writer, frames, saved.step)
-    batches = attention_records(saved, images, frames=frames, target=target, rollout=rollout)
-    records = (record for _, batch in batches for record in batch)
+    layout, heads = layout_of(require_attention(saved.model), *saved.preprocess.image_size), []
+    prefix = layout.num_prefix_tokens
+
+    def records() -> Iterator[Record | None]:
+        for attention, batch in attention_records(
+            saved, images, frames=frames, target=target, rollout=rollout
+        ):
+            weights = attention.weights
+            heads.append(head_maps(weights, readout=layout.readout, num_prefix_tokens=prefix))
+            yield from batch
+
     features: list[Tensor] = []
-    for name, record in zip(_names(indices), records, strict=True):
+    for name, record in zip(_names(indices), records(), strict=True):
         if record is None:  # a number is not finite
             continue
         add_record(writer, f"attention/{name}", record, saved.step)
@@ -182,6 +204,7 @@ def _write_records(
         write_picture(Path(writer.log_dir) / FEATURES_FILE, sheet)
     if saved.config.track.live_mb:
         add_live(writer, saved, images.pixels(), saved.step, LIVE_MB)
+    return torch.cat(heads, dim=1).transpose(0, 1).unflatten(-1, layout.grid).cpu()
 
 
 def _names(indices: Tensor) -> list[str]:

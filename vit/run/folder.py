@@ -46,9 +46,10 @@ ATTENTION_FOLDER = "attention"  # in the folder of the report
 INDEX_FILE = "index.json"
 TABLE_FILE = "faithfulness.json"
 FEATURES_FILE = "features.png"
+HEADS = "heads"  # name of the array with the attention of each head
 ATTENTION_FILES = (  # the index comes last: it says that the folder may be emptied
     *(TABLE_FILE, FEATURES_FILE, f"image_{'[0-9]' * 5}.png", "events.out.tfevents.*"),
-    *(f"{kind}.npy" for kind in ALL_KINDS),
+    *(f"{name}.npy" for name in (*ALL_KINDS, HEADS)),
     INDEX_FILE,
 )
 PHOTOS_FOLDER = "photos"
