@@ -25,6 +25,7 @@ from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
 from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
+from vit.model.whole_attention import WholeAttention
 from vit.parallel import map_on_cores
 from vit.settings import require
 
@@ -44,11 +45,6 @@ def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -
     return VisionTransformer(
         img_size=size, in_chans=channels, num_classes=num_classes, **config.vit_arguments()
     )
-
-
-def threads_of(device: torch.device) -> int:
-    """Return the number of threads that each compute their own images: torch's on a CPU, or 1."""
-    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,6 +87,15 @@ class Classifier:
         """Whether the model's attention can be read."""
         return attention_model(self.model) is not None
 
+    @property
+    def threads(self) -> int:
+        """Number of threads that each compute their own images: torch's on a CPU, else 1.
+
+        Attention modules from notebooks may store what they compute, so they have one.
+        """
+        is_shared = any(isinstance(module, WholeAttention) for module in self.model.modules())
+        return 1 if is_shared or self.device.type != "cpu" else torch.get_num_threads()
+
     def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
         """Classify normalized images (N, channels, H, W) on the device: logits (N, C) float32."""
         return self._by_parts(self._forward, inputs, batch_size)
@@ -126,7 +131,7 @@ class Classifier:
         size = self.part_size(batch_size)
         parts = images.split(size) if isinstance(images, Tensor) else images.parts(size)
         count = max(1, math.ceil(len(images) / size))
-        return torch.cat(map_on_cores(work, parts, min(threads_of(self.device), count)))
+        return torch.cat(map_on_cores(work, parts, min(self.threads, count)))
 
     def _classify(self, images: Tensor) -> Tensor:
         inputs = self.normalize(images)

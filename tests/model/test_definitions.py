@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vit.model.definitions import read_definitions
+from vit.model.variants import load_attention
 
 CELLS = [
     "%matplotlib inline\n!pip install torch\nimport math\nimport seaborn_is_not_here as sns",
@@ -67,3 +68,20 @@ def test_other_files_are_refused_in_a_line(
     with pytest.raises(ValueError) as info:
         read_definitions(tmp_path / name)
     assert words in str(info.value) and "\n" not in str(info.value)
+
+
+def test_cells_are_read_as_ipython_runs_them(tmp_path: Path) -> None:
+    cells = [
+        "%%time\ndef timed(): pass", "%%bash\ndef shell(): pass", "files = !ls\ndef kept(): pass",
+        "kept?\ndef asked(): pass", "print 'hello'\nclass Broken: pass",
+        "class Derived(nobody.Module):\n    pass",
+    ]  # fmt: skip
+    found = read_definitions(write(tmp_path, cells))
+    assert found.timed and found.kept and found.asked and not hasattr(found, "shell")
+    assert "nobody" in found.left_out["Derived"]
+    for name, words in (
+        ("Broken", "in a cell that is not Python"),
+        ("Derived", "name 'nobody' is"),
+    ):
+        with pytest.raises(ValueError, match=rf"defines no function or class '{name}'.*{words}"):
+            load_attention(f"{tmp_path}/notes.ipynb:{name}")

@@ -257,3 +257,38 @@ def test_a_module_of_a_notebook_is_trained_resumed_explained_and_exported(
     assert graph_of(run)
     maps = run.explain(images[0].movedim(0, -1).numpy()).maps
     assert all(values.isfinite().all() for values in maps.values())
+
+
+class Head(nn.Module):
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * head_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v
+
+
+class HeadList(nn.Module):
+    """As in nanoGPT's lecture: a softmax for each head, and a width that is a constant."""
+
+    def __init__(self, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head(head_size) for _ in range(num_heads))
+        self.proj = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+def test_a_softmax_for_each_head_gives_weights_of_all() -> None:
+    placed, keep = WholeAttention(HeadList, D, 3, N), torch.ones(B, 1, N, dtype=torch.bool)
+    keep[0, :, :4] = False
+    output, weights = placed(tokens(), keep, need_weights=True)
+    q, k, v = placed.module.heads[2].qkv(tokens()).chunk(3, dim=-1)
+    scores = (q @ k.mT / 4).masked_fill(~keep, -torch.inf)
+    assert_close(weights[:, 2], scores.softmax(dim=-1))
+    placed.gates[2] = 0.0
+    muted = placed(tokens(), keep, need_weights=True)[0]
+    change = (weights[:, 2] @ v) @ placed.module.proj.weight[:, 32:].T
+    assert_close(output - muted, change, rtol=1e-4, atol=1e-5)

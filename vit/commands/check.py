@@ -23,7 +23,13 @@ from vit.console import printable, say, shorten
 from vit.files import write_json
 from vit.hardware import autocast
 from vit.model.attention import Attention, MultiHeadSelfAttention
-from vit.model.variants import FewerArguments, attention_of, load_attention, with_all_arguments
+from vit.model.variants import (
+    FewerArguments,
+    attention_of,
+    load_attention,
+    place_of,
+    with_all_arguments,
+)
 from vit.model.whole_attention import SOFTMAXES, WholeAttention, has_heads, is_whole
 from vit.seeding import generator
 
@@ -87,7 +93,7 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
                 rows += [*_properties(attention, subject, tokens, seen)]
                 rows += [_cost(attention, subject)] if with_cost else []
     except Exception as error:  # whatever their code raises
-        reason = f"{type(error).__name__}: {shorten(error, 300)}"
+        reason = f"{type(error).__name__}: {shorten(error, 300)} ({place_of(error, attention)})"
         return [Row("can be called", "failed", "", reason)]
     return rows
 
@@ -185,6 +191,8 @@ def _rows(seen: Watch) -> Row:
         for name, dim in (("keys", -1), ("queries", -2), ("heads", 1), ("batch", 0))
     }
     number = f"off by {far['keys']:.1g}"
+    if seen.softmaxes not in (0, 1, weights.shape[1]) and far["keys"] < CLOSE:
+        return Row(what, "remark", number, f"there are {seen.softmaxes} softmaxes; one is enough")
     if far["keys"] < CLOSE:
         return Row(what, "passed", number)
     for name, dim in (("queries", -2), ("heads", 1), ("batch", 0)):
@@ -208,7 +216,7 @@ class Pair:
 
 def _match(seen: Watch, heads: int) -> Pair | None:
     """Find the two projections whose product, up to a factor, are the scores."""
-    if seen.scores is None:
+    if seen.scores is None or seen.scores.shape[1] != heads:
         return None
     parts: dict[tuple[int, int], Tensor] = {}
     for number, output in enumerate(seen.linears):
@@ -242,6 +250,9 @@ def _scale(pair: Pair | None) -> Row:
     usual = f"the paper divides by √{width}, the width of a head"
     if math.isclose(divisor, 1, rel_tol=1e-2):
         return Row(what, "remark", "not divided", usual)
+    if math.isclose(divisor, width, rel_tol=1e-2):
+        advice = f"the paper divides by √{width}: take the square root of the width of a head"
+        return Row(what, "remark", f"divided by {divisor:.2f}, the width of a head", advice)
     root = f" = √{D}, the model's width" if math.isclose(divisor**2, D, rel_tol=1e-2) else ""
     return Row(what, "remark", f"divided by {divisor:.2f}{root}", usual)
 
@@ -304,8 +315,10 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     if advice:
         return Row(what, "failed", number, advice)
     none = Watch.run(subject, tokens, torch.zeros(N, N, dtype=torch.bool))
-    advice = "a query that may attend to no key gives NaN: fill with -1e9 instead of -inf"
-    return _judge(what, bool(none.output.isfinite().all()), number, advice, is_choice=True)
+    if not none.output.isfinite().all():
+        advice = "rows that hide every key become NaN; if there are any, fill with -1e9, not -inf"
+        return Row(what, "remark", "keys are hidden", advice)
+    return Row(what, "passed", number)
 
 
 def _dropout(attention: Attention, subject: Subject, tokens: Tensor) -> Iterator[Row]:
@@ -315,7 +328,8 @@ def _dropout(attention: Attention, subject: Subject, tokens: Tensor) -> Iterator
     with torch.no_grad():
         far = (subject(tokens) - subject(tokens)).abs().max().item()
         if isinstance(dropping, WholeAttention):  # what the module itself returns
-            result = dropping.module(*[tokens] * dropping.inputs)
+            mask = {dropping.mask_name: None} if dropping.mask_name else {}
+            result = dropping.module(*[tokens] * dropping.inputs, **mask)
         else:
             result = dropping(tokens, need_weights=True)
     advice = "dropout is active in evaluation: use nn.Dropout, or F.dropout(..., self.training)"

@@ -7,12 +7,15 @@ downloads are not. Of a name that is defined twice, the last definition counts.
 import ast
 import json
 import linecache
+import re
 import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
 
 SUFFIXES = (".py", ".ipynb")
+PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")  # of cells that are Python
+IPYTHON = r"\s*[%!?]|\s*[\w.]+\?|\s*\w+ *= *[%!]"  # magics, shell lines and questions for help
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What a constant may consist of: numbers, texts, names of other constants, and arithmetic.
 PLAIN = (
@@ -80,9 +83,9 @@ def _source(file: Path) -> str:
 def _plain(cell: str) -> str:
     """Comment out magics and shell lines of a cell, or all of it if it is not Python."""
     lines = cell.splitlines()
-    if any(line.startswith("%%") for line in lines[:1]):
+    if lines and lines[0].startswith("%%") and lines[0].split()[0] not in PYTHON_MAGICS:
         return "\n".join(f"# {line}" for line in lines)
-    lines = [f"# {line}" if line.lstrip()[:1] in ("%", "!", "?") else line for line in lines]
+    lines = [f"# {line}" if re.match(IPYTHON, line) else line for line in lines]
     try:
         ast.parse("\n".join(lines))
     except SyntaxError:
@@ -107,6 +110,8 @@ def _defines(node: ast.stmt) -> bool:
 
 def _names(node: ast.stmt) -> Iterable[str]:
     """Yield the names that a statement would define."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
     for part in ast.walk(node):
         if isinstance(part, ast.alias):
             yield (part.asname or part.name).partition(".")[0]

@@ -10,6 +10,7 @@ Shapes: B batch, H heads, N queries, M keys, d head width.
 
 import inspect
 import math
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -141,6 +142,10 @@ def load_attention(name: str) -> Attention | None:
     if not callable(attention):
         skipped = definitions.left_out.get(attribute)
         why = f"; only definitions are executed, not {skipped}" if skipped else ""
+        if re.search(
+            rf"^# *(class|def) {attribute}\b", inspect.getsource(definitions), re.MULTILINE
+        ):
+            why = "; it is in a cell that is not Python"
         raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}{why}")
     ATTENTION[Path(name).name] = with_all_arguments(attention)
     return ATTENTION[Path(name).name]
@@ -150,6 +155,8 @@ def with_all_arguments(attention: Attention) -> Attention:
     """Return an attention; a function of a head without a mask or dropout is wrapped."""
     if isinstance(attention, type):
         return attention
+    if isinstance(attention, nn.Module):
+        raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")
     count = len(inspect.signature(attention).parameters)
     return attention if count >= 5 else FewerArguments(attention, count > 3)
 
@@ -222,14 +229,14 @@ def check_attention(
         weights_shape = [1, heads, tokens, tokens]
         raise ValueError(
             f"model.attention: {name} gives {type(error).__name__}: {error} "
-            f"({_place_of(error, variant)}); for {what} of {[*shape]}, it must return the output, "
+            f"({place_of(error, variant)}); for {what} of {[*shape]}, it must return the output, "
             f"{[*shape]}, and the attention weights that it is computed from, {weights_shape}{hint}"
         ) from error
     if not varies and not hint:  # for smaller images, the note has been printed for the full size
         note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")
 
 
-def _place_of(error: Exception, variant: Any) -> str:
+def place_of(error: Exception, variant: Any) -> str:
     """Return file and line of an error in somebody's code, and what of the file is missing."""
     code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
     frames = traceback.extract_tb(error.__traceback__)[1:]

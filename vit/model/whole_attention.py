@@ -21,8 +21,9 @@ from vit.model.attention import for_all_heads, masked_softmax
 WIDTHS = (
     "dim", "embed_dim", "d_model", "input_dim", "input_size", "hidden_size", "n_embd", "d_in",
     "d_out", "hidden_dim", "emb_dim", "embedding_dim", "model_dim", "output_dim", "out_dim",
+    "embed_size", "emb_size", "num_hiddens", "n_embed", "d",
 )  # fmt: skip
-HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head")
+HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "h")
 HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
 DROPOUTS = ("dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop")
 LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
@@ -31,10 +32,14 @@ SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
 
 
 def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
-    """Tell whether an attention is a whole module: a class whose constructor takes a width."""
+    """Tell whether an attention is a whole module's class, and not a function or class of a head.
+
+    The constructor of the latter takes num_heads and head_dim, and no width.
+    """
     if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
         return False
-    return any(name in WIDTHS for name in inspect.signature(attention).parameters)
+    names = {*inspect.signature(attention).parameters}
+    return not {"num_heads", "head_dim"} <= names or not names.isdisjoint(WIDTHS)
 
 
 def has_heads(attention: type) -> bool:
@@ -111,9 +116,7 @@ class WholeAttention(nn.Module):
         Raises:
             ValueError: The output has another shape than x, or there are no weights to return.
         """
-        keywords: dict[str, Any] = {}
-        if self.mask_name is not None:
-            keywords[self.mask_name] = mask
+        keywords: dict[str, Any] = {} if self.mask_name is None else {self.mask_name: mask}
         if self.is_torchs:
             keywords["need_weights"] = need_weights
         if not (need_weights or self.is_gated) and mask is None:
@@ -162,6 +165,7 @@ class ReadSoftmax(TorchFunctionMode):
         super().__init__()
         self.size, self.mask, self.gates = size, mask, gates
         self.weights: Tensor | None = None  # (B, H, N, N)
+        self._heads: list[Tensor] = []  # (B, N, N) each, of a module with a softmax for each head
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
@@ -174,12 +178,23 @@ class ReadSoftmax(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.mask is None:
             return self._gated(func(*args, **kwargs))
-        scores = args[0].view(self.size)
-        return self._gated(masked_softmax(scores, self.mask).view(args[0].shape))
+        scores, mask = args[0], self.mask
+        if scores.ndim == 3 and len(scores) == self.size[0]:  # of one head
+            mask = mask[:, min(len(self._heads), mask.shape[1] - 1)]
+        else:
+            scores = scores.view(self.size)
+        return self._gated(masked_softmax(scores, mask).view(args[0].shape))
 
     def _gated(self, weights: Tensor) -> Tensor:
-        self.weights = weights.view(self.size)
-        return (self.weights * self.gates[:, None, None]).view(weights.shape)
+        if weights.numel() == math.prod(self.size):
+            self.weights = weights.view(self.size)
+            return (self.weights * self.gates[:, None, None]).view(weights.shape)
+        if weights.shape != (self.size[0], *self.size[2:]):
+            return weights
+        self._heads.append(weights)
+        if len(self._heads) == self.size[1]:
+            self.weights = torch.stack(self._heads, dim=1)
+        return weights * self.gates[len(self._heads) - 1]
 
     def _attend(
         self,

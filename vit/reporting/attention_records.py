@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.classifier import Classifier, threads_of
+from vit.classifier import Classifier
 from vit.colours import as_rgb
 from vit.console import printable
 from vit.data.datasets import choose_images
@@ -125,7 +125,7 @@ def attention_records(
         attention = read_attention(classifier, part.pixels(), wanted, rollout)
         return attention, _records(classifier, part, attention, frames, rollout)
 
-    threads = threads_of(classifier.device)
+    threads = classifier.threads
     for starts in torch.arange(0, len(images), BATCH_SIZE).split(threads):
         yield from map_on_cores(read, starts.tolist(), threads)
 
@@ -143,7 +143,7 @@ def read_frames(classifier: Classifier, images: ImageSet, seed: int) -> Tensor |
         return [layer[:, model.num_prefix_tokens :] for layer in tokens]
 
     parts = pixels.split(max(1, PART // patches))
-    batches = map_on_cores(read, parts, threads_of(classifier.device))
+    batches = map_on_cores(read, parts, classifier.threads)
     finite = all(layer.isfinite().all() for batch in batches for layer in batch)
     return fit_frames(batches) if finite else None
 

@@ -13,6 +13,7 @@ from vit.data.stream import ImageFiles
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
+from vit.model.definitions import SUFFIXES
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
@@ -109,7 +110,11 @@ def end_text(
     run: Path, result: dict[str, Any], seconds: float, has_maps: bool, variant: str
 ) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
-    flag = f" --model.attention {argument(variant)}" if ".py:" in variant else ""
+    flag = (
+        f" --model.attention {argument(variant)}"
+        if Path(variant.rpartition(":")[0]).suffix in SUFFIXES
+        else ""
+    )
     command = f"{program('eval')} {argument(run)}"
     low, high = result["accuracy_95"]
     maps = f"         {command} maps{flag}\n" if has_maps else ""
