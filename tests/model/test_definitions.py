@@ -74,7 +74,7 @@ def test_cells_are_read_as_ipython_runs_them(tmp_path: Path) -> None:
     cells = [
         "%%time\ndef timed(): pass", "%%bash\ndef shell(): pass", "files = !ls\ndef kept(): pass",
         "kept?\ndef asked(): pass", "print 'hello'\nclass Broken: pass",
-        "class Derived(nobody.Module):\n    pass",
+        "class Derived:\n    pass\nclass Derived(nobody.Module):\n    pass\nzero = 1 // 0",
     ]  # fmt: skip
     found = read_definitions(write(tmp_path, cells))
     assert found.timed and found.kept and found.asked and not hasattr(found, "shell")

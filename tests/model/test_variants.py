@@ -370,7 +370,9 @@ def test_a_function_of_a_head_may_take_no_dropout_and_no_mask(tmp_path, registry
     heads = [torch.randn(2, 3, 5, 4, generator=generator(number, "heads")) for number in range(3)]
     keep = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     expected = attention.scaled_dot_product_attention(*heads)
-    for number, arguments in enumerate(("query, key, value", "query, key, value, mask=None")):
+    for number, arguments in enumerate(
+        ("query, key, value", "query, key, value, mask=None", "query, key, value, scale=1")
+    ):
         file = tmp_path / f"few{number}.py"
         code = OWN.format("return weights @ value, weights").replace(
             "query, key, value, mask, dropout", arguments

@@ -225,6 +225,7 @@ def test_a_module_of_a_notebook_is_trained_resumed_explained_and_exported(
     train(config)
     assert "attention fails" not in capsys.readouterr().out
     run = load(tmp_path / "run", "cpu")
+    assert run.threads == 1  # the module might store what it computes
     for path in (run.path, checkpoint_paths(tmp_path / "run")[-1]):
         path.unlink()
     train(config)  # resumes after the first epoch
@@ -292,3 +293,26 @@ def test_a_softmax_for_each_head_gives_weights_of_all() -> None:
     muted = placed(tokens(), keep, need_weights=True)[0]
     change = (weights[:, 2] @ v) @ placed.module.proj.weight[:, 32:].T
     assert_close(output - muted, change, rtol=1e-4, atol=1e-5)
+
+
+class Causal(nn.Module):
+    """torch's module inside, with dropout, a mask, and other keys than queries."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(embed_dim, num_heads, 0.5, batch_first=True)
+        self.keys = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(N, N, dtype=torch.bool).triu(1)
+        padding = torch.zeros(B, N, dtype=torch.bool)
+        padding[1, 2:4] = True
+        return self.attend(x, self.keys(x), x, padding, need_weights=False, attn_mask=hidden)[0]
+
+
+def test_torchs_module_inside_another_is_what_it_is_without_weights() -> None:
+    placed = WholeAttention(Causal, D, 3, N).eval()
+    output, weights = placed(tokens(), need_weights=True)
+    assert_close(output, placed(tokens()))
+    assert not weights.triu(1).any() and not weights[1, :, :, 2:4].any()
+    assert_close(weights.sum(dim=-1), torch.ones(B, 3, N))

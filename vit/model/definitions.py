@@ -54,7 +54,9 @@ def read_definitions(file: Path) -> Definitions:
             if not _defines(node):
                 raise _LeftOut
             exec(compile(ast.Module([node], []), str(file), "exec"), vars(module))
-        except (_LeftOut, ImportError, NameError, AttributeError) as error:
+        except Exception as error:  # whatever their code raises
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                vars(module).pop(node.name, None)  # the last definition counts
             line = lines[node.lineno - 1].strip()
             why = "" if isinstance(error, _LeftOut) else f" ({error})"
             for name in _names(node):

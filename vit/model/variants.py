@@ -27,7 +27,7 @@ from vit.model.attention import Attention, masked_softmax
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
-from vit.model.whole_attention import WholeAttention, is_whole
+from vit.model.whole_attention import MASKS, WholeAttention, is_whole
 from vit.seeding import generator
 from vit.settings import suggest
 
@@ -102,7 +102,7 @@ ATTENTION: dict[str, Attention | None] = {
     "sigmoid": sigmoid_attention,
     "differential": DifferentialAttention,
 }
-WHOLE = {"torch.nn:MultiheadAttention": nn.MultiheadAttention}  # modules of others
+WHOLE = {"torch.nn:MultiheadAttention": nn.MultiheadAttention}  # whole modules of other libraries
 
 
 def find_attention(name: str) -> Attention | None:
@@ -157,15 +157,16 @@ def with_all_arguments(attention: Attention) -> Attention:
         return attention
     if isinstance(attention, nn.Module):
         raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")
-    count = len(inspect.signature(attention).parameters)
-    return attention if count >= 5 else FewerArguments(attention, count > 3)
+    names = [*inspect.signature(attention).parameters]
+    mask_name = next((name for name in names[3:] if name in MASKS), None)
+    return attention if len(names) >= 5 else FewerArguments(attention, mask_name)
 
 
 class FewerArguments:
     """A function of a head without dropout, and perhaps without a mask."""
 
-    def __init__(self, function: Callable[..., Any], takes_mask: bool) -> None:
-        self.function, self.takes_mask = function, takes_mask
+    def __init__(self, function: Callable[..., Any], mask_name: str | None) -> None:
+        self.function, self.mask_name = function, mask_name
         self.__code__, self.__module__ = function.__code__, function.__module__
 
     def __call__(
@@ -175,9 +176,10 @@ class FewerArguments:
         name = self.function.__name__
         if getattr(dropout, "p", 0):
             raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout")
-        if mask is not None and not self.takes_mask:
+        if mask is not None and self.mask_name is None:
             raise ValueError(f"{name} takes no mask, so tokens cannot be hidden from it")
-        return self.function(query, key, value, *((mask,) if self.takes_mask else ()))
+        keywords = {} if self.mask_name is None else {self.mask_name: mask}
+        return self.function(query, key, value, **keywords)
 
 
 def is_edited(name: str) -> bool:

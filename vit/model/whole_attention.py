@@ -208,9 +208,10 @@ class ReadSoftmax(TorchFunctionMode):
         **_: Any,
     ) -> Tensor:
         """Do what torch's function does, with weights that can be read."""
-        scores = query @ key.transpose(-2, -1) * (scale or 1 / math.sqrt(query.shape[-1]))
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = query @ key.transpose(-2, -1) * scale
         if is_causal:
-            attn_mask = torch.ones_like(scores[..., :, :], dtype=torch.bool).tril()
+            attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores, attn_mask = scores + attn_mask, None
         masks = [mask for mask in (self.mask, attn_mask) if mask is not None]
@@ -219,14 +220,24 @@ class ReadSoftmax(TorchFunctionMode):
         return F.dropout(weights, dropout_p) @ value
 
     def _project(
-        self, tokens: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *weights: Any,
-        **_: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *weights: Any,
+        training: bool = True, key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None, **_: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Do what torch's function for self-attention does, for tokens (N, B, D)."""
+        """Do what torch's function does, for tokens (N, B, D) and masks that are added."""
         weight, bias, _, _, _, dropout, out_weight, out_bias = weights
-        projected = F.linear(tokens, weight, bias).chunk(3, dim=-1)
-        query, key, value = (p.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for p in projected)
-        output = self._attend(query, key, value, dropout_p=dropout).permute(2, 0, 1, 3).flatten(2)
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
+        query, key, value = (
+            F.linear(x, *layer).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+            for x, *layer in zip((query, key, value), weight.chunk(3), biases, strict=True)
+        )
+        mask = None if attn_mask is None else attn_mask.view(-1, *self.size[2:])
+        if mask is not None and len(mask) > 1:
+            mask = mask.view(self.size)
+        if key_padding_mask is not None:
+            mask = key_padding_mask[:, None, None] + (0 if mask is None else mask)
+        output = self._attend(query, key, value, mask, dropout if training else 0.0)
+        output = output.permute(2, 0, 1, 3).flatten(2)
         return F.linear(output, out_weight, out_bias), self.weights
 
 

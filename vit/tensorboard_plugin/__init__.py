@@ -1,1 +1,1 @@
-"""The Attention tab of TensorBoard. It imports nothing else of this package but `vit.files`."""
+"""The Attention tab of TensorBoard, which needs only files, console and colours of this package."""
