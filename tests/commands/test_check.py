@@ -7,8 +7,9 @@ import pytest
 from timm.layers.attention import Attention as TimmAttention
 from torch import Tensor, nn
 
-from vit.commands.check import Row, check
+from vit.commands.check import check
 from vit.model.attention import scaled_dot_product_attention
+from vit.model.attention_properties import Row
 from vit.model.definitions import read_definitions
 from vit.model.variants import ATTENTION
 
@@ -81,6 +82,17 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "torch.softmax(scores, dim=-1)", "scores.exp() / scores.exp().sum(-1, keepdim=True)",
         "finite with large scores", "torch.softmax",
     ),
+    "layers in a list": (
+        "self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)",
+        "self.q, self.k = nn.Linear(dim, dim), nn.Linear(dim, dim)\n"
+        "        self.layers = [nn.Linear(dim, dim)]\n        self.v = lambda x: self.layers[0](x)",
+        "all weights", "nn.ModuleList",
+    ),
+    "dropout of scores": (
+        "torch.softmax(scores", "torch.softmax(self.dropout(scores)",
+        "weights are from before dropout", "acts on the scores",
+    ),
+    "mask of another shape": ("mask == 0", "mask[:, :, 0, 0, 0] == 0", "mask", "IndexError"),
     "wrong shape": ("reshape(B, N, D)", "reshape(B, N, D)[:, :-1]", "can be called", "[3, 9, 64]"),
 }  # fmt: skip
 
@@ -116,6 +128,33 @@ def test_what_is_not_found_is_no_failure(tmp_path: Path) -> None:
         assert not [
             row for row in rows if row.result == "failed" and "gradient" not in row.property
         ]
+
+
+class TokensFirst(nn.Module):
+    """torch's module, which takes (N, B, D) without batch_first."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_attention_along_the_batch_is_found() -> None:
+    assert "batch_first" in notable(check(TokensFirst))["images are independent"].advice
+
+
+def test_projections_without_layers_are_found(tmp_path: Path) -> None:
+    """Matrices that are parameters are projections too."""
+    source = RIGHT.replace("self.q(x)", "(x @ self.wq)").replace("self.k(x)", "(x @ self.wk)")
+    layers = (
+        "self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)"
+    )
+    matrices = "self.wq, self.wk = (nn.Parameter(torch.randn(dim, dim) / 8) for _ in range(2))"
+    source = source.replace(layers, f"{matrices}\n        self.v = nn.Linear(dim, dim)")
+    rows = check(define(tmp_path, source))
+    assert [row for row in rows if row.result != "passed"] == []
 
 
 def few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -316,3 +316,43 @@ def test_torchs_module_inside_another_is_what_it_is_without_weights() -> None:
     assert_close(output, placed(tokens()))
     assert not weights.triu(1).any() and not weights[1, :, :, 2:4].any()
     assert_close(weights.sum(dim=-1), torch.ones(B, 3, N))
+
+
+class Config(Protocol):
+    n_embd: int
+    n_head: int
+    block_size: int
+
+
+class Configured(Plain):
+    """A constructor with one object, and a mask (B, N, N) to which heads are added."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.n_embd, config.n_head)
+        self.register_buffer("length", torch.tensor(config.block_size))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        scores = q @ k.transpose(-2, -1)
+        if mask is not None:
+            scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
+        return self.out((F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_config_object_has_what_constructors_take() -> None:
+    placed = WholeAttention(Configured, D, 3, N)
+    assert (placed.module.heads, placed.module.length) == (3, N)
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, N), (B, N, N), (B, 1, 1, N), (B, 3, N, N)])
+def test_masks_have_the_shape_that_the_module_takes(shape: tuple[int, ...]) -> None:
+    """Masks that differ between heads act on the softmax where the module takes (B, N, N)."""
+    placed = WholeAttention(Configured, D, 3, N).eval()
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5
+    mask[..., 0] = True
+    _, weights = placed(tokens(), mask, need_weights=True)
+    allowed = mask.unsqueeze(1) if mask.ndim == 3 else mask
+    assert weights.masked_fill(allowed.expand(B, 3, N, N), 0).abs().max() < 1e-6

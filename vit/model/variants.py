@@ -224,7 +224,8 @@ def check_attention(
         if not (output.isfinite().all() and weights.isfinite().all()):
             raise ValueError("numbers that are not finite")
         varies = weights.requires_grad  # not if constant, such as uniform attention
-        if varies and torch.autograd.grad(output.sum(), weights, allow_unused=True)[0] is None:
+        learns = [weights, inputs[0]] if varies else inputs[:1]
+        if torch.autograd.grad(output.sum(), learns, allow_unused=True)[0] is None and varies:
             raise ValueError("an output that does not depend on the weights beside it")
     except Exception as error:
         what = "tokens" if whole else "queries, keys and values"

@@ -8,6 +8,7 @@ Shapes: B batch, H heads, N tokens, D token width.
 
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 import torch
@@ -23,10 +24,14 @@ WIDTHS = (
     "d_out", "hidden_dim", "emb_dim", "embedding_dim", "model_dim", "output_dim", "out_dim",
     "embed_size", "emb_size", "num_hiddens", "n_embed", "d",
 )  # fmt: skip
-HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "h")
+HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
 HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
-DROPOUTS = ("dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop")
+DROPOUTS = (
+    "dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop",
+    "resid_pdrop", "resid_dropout",
+)  # fmt: skip
 LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
+CONFIGS = ("config", "cfg", "args")  # an object with all of these
 MASKS = ("mask", "attn_mask", "attention_mask")
 SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
 
@@ -44,7 +49,7 @@ def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
 
 def has_heads(attention: type) -> bool:
     """Tell whether the constructor of a whole module takes the number of heads."""
-    return any(name in HEADS for name in inspect.signature(attention).parameters)
+    return any(name in HEADS + CONFIGS for name in inspect.signature(attention).parameters)
 
 
 class WholeAttention(nn.Module):
@@ -88,6 +93,7 @@ class WholeAttention(nn.Module):
             (DROPOUTS, dropout), (LENGTHS, num_tokens),
         ):  # fmt: skip
             values |= dict.fromkeys(names, value)
+        values |= dict.fromkeys(CONFIGS, SimpleNamespace(**values, bias=True))
         parameters = inspect.signature(attention).parameters
         for parameter in parameters.values():
             if parameter.name not in values and _is_required(parameter):
@@ -97,7 +103,7 @@ class WholeAttention(nn.Module):
                     f"{HEADS[0]}, {HEAD_WIDTHS[0]}, {DROPOUTS[0]} or {LENGTHS[0]}"
                 )
         self.module = attention(**{key: values[key] for key in parameters if key in values})
-        self.num_heads, self.has_heads = num_heads, has_heads(attention)
+        self.num_heads = num_heads
         self.register_buffer("gates", torch.ones(num_heads), persistent=False)
         self.is_gated = False  # whether the gates matter where no weights are needed
         taken = inspect.signature(self.module.forward).parameters
@@ -107,6 +113,7 @@ class WholeAttention(nn.Module):
         self.is_torchs = isinstance(self.module, nn.MultiheadAttention)
         if self.is_torchs:  # where True hides a key; `ReadSoftmax` masks it
             self.mask_name = None
+        self.mask_ndim = self._find_mask_ndim(dim, num_tokens) if self.mask_name else 4
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
@@ -116,19 +123,17 @@ class WholeAttention(nn.Module):
         Raises:
             ValueError: The output has another shape than x, or there are no weights to return.
         """
-        keywords: dict[str, Any] = {} if self.mask_name is None else {self.mask_name: mask}
-        if self.is_torchs:
-            keywords["need_weights"] = need_weights
         if not (need_weights or self.is_gated) and mask is None:
-            return self._checked(self.module(*[x] * self.inputs, **keywords), x)[0]
+            return self.call(x)[0]
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
-        if self.mask_name is not None:
-            if allowed is not None and allowed.ndim == 4 and not self.has_heads:
-                allowed = allowed[:, 0]  # for scores (B, N, N)
-            keywords[self.mask_name], allowed = allowed, None
+        own = None  # what the module hides itself; `ReadSoftmax` does it for modules that do not
+        if allowed is not None and self.mask_name is not None:
+            allowed = allowed[(None,) * (4 - allowed.ndim)]
+            if self.mask_ndim == 4 or allowed.shape[1] == 1:
+                own, allowed = allowed if self.mask_ndim == 4 else allowed[:, 0], None
         with ReadSoftmax(size, allowed, self.gates) as read:
-            output, weights = self._checked(self.module(*[x] * self.inputs, **keywords), x)
+            output, weights = self.call(x, own, need_weights)
         if read.weights is not None:
             weights = read.weights
         if weights is None:
@@ -139,8 +144,14 @@ class WholeAttention(nn.Module):
         output = output * (self.gates.amax(dim=0) > 0)
         return (output, weights) if need_weights else output
 
-    def _checked(self, result: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output of the module, and the weights that it returns, if any."""
+    def call(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the module itself; return its output, and the weights that it returns, if any."""
+        keywords: dict[str, Any] = {} if self.mask_name is None else {self.mask_name: mask}
+        if self.is_torchs:
+            keywords["need_weights"] = need_weights
+        result = self.module(*[x] * self.inputs, **keywords)
         output, *others = result if isinstance(result, tuple | list) else (result,)
         if not isinstance(output, Tensor) or output.shape != x.shape:
             shape = [*output.shape] if isinstance(output, Tensor) else type(output).__name__
@@ -150,6 +161,19 @@ class WholeAttention(nn.Module):
             )
         weights = [part for part in others if isinstance(part, Tensor) and part.ndim >= 3]
         return output, weights[0].view(len(x), -1, *weights[0].shape[-2:]) if weights else None
+
+    def _find_mask_ndim(self, dim: int, num_tokens: int) -> int:
+        """Return 4 if the module works with a mask (B, 1, N, N), or else 3, for (B, N, N)."""
+        mask = torch.ones(2, 1, num_tokens, num_tokens, dtype=torch.bool)
+        self.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.call(torch.zeros(2, num_tokens, dim), mask)
+            return 4
+        except Exception:  # whatever their code raises
+            return 3
+        finally:
+            self.train()
 
 
 class ReadSoftmax(TorchFunctionMode):
@@ -189,7 +213,7 @@ class ReadSoftmax(TorchFunctionMode):
         if weights.numel() == math.prod(self.size):
             self.weights = weights.view(self.size)
             return (self.weights * self.gates[:, None, None]).view(weights.shape)
-        if weights.shape != (self.size[0], *self.size[2:]):
+        if weights.shape != (self.size[0], *self.size[2:]) or len(self._heads) == self.size[1]:
             return weights
         self._heads.append(weights)
         if len(self._heads) == self.size[1]:

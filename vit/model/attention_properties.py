@@ -1,0 +1,325 @@
+"""Properties of an attention, tried one by one: what a correct one does, and what a fault changes.
+
+Shapes: B batch, N tokens, D token width, H heads, d head width.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit.console import shorten
+from vit.hardware import autocast
+from vit.model.attention import Attention
+from vit.model.variants import FewerArguments
+from vit.model.watch import B, D, H, N, Subject, Watch, build
+from vit.model.whole_attention import WholeAttention, has_heads, is_whole
+from vit.seeding import generator
+
+CLOSE = 1e-4
+MARKS = {"passed": "✓", "failed": "✗", "remark": "!", "unknown": "–"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A property: a number, and if it is not as usual, a sentence that says why.
+
+    A Vision Transformer needs what "failed"; a "remark" may be a choice; "unknown" could not be
+    measured.
+    """
+
+    property: str
+    result: Literal["passed", "failed", "remark", "unknown"]
+    number: str = ""
+    advice: str = ""
+
+    def __str__(self) -> str:
+        number = f": {self.number}" if self.number else ""
+        advice = f"\n    {self.advice}" if self.advice else ""
+        return f"{MARKS[self.result]} {self.property}{number}{advice}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Queries and keys (B, H, N, d), and what their product is divided by."""
+
+    query: Tensor
+    key: Tensor
+    is_shared: bool  # whether both are the same projection
+    divisor: float
+
+
+def properties(attention: Attention) -> Iterator[Row]:
+    """Check all properties, or those without which the others cannot be checked."""
+    heads = 1 if is_whole(attention) and not has_heads(attention) else H
+    subject = build(attention, D, heads, N).eval()
+    tokens = torch.randn(B, N, D, generator=generator(0, "check"))
+    yield (repeats := _repeats(subject, tokens))
+    if repeats.result == "failed":
+        return
+    yield _images(subject, tokens)
+    seen = Watch.run(subject, tokens)
+    yield (shapes := _shapes(subject, seen))
+    if shapes.result == "failed":
+        return
+    yield from _finite(subject, tokens)
+    yield _sums(seen)
+    pair = _match(seen, heads)
+    yield _scale(pair)
+    yield _permutation(subject, tokens, seen)
+    yield _independence(subject, tokens, seen)
+    yield _mask(subject, tokens, seen)
+    yield _dropout(attention, heads, tokens)
+    yield _residual(subject, tokens)
+    yield _gradients(subject, tokens, seen)
+    if pair is not None:
+        advice = "queries and keys have the same projection, so scores are symmetric"
+        what = "queries and keys have their own projections"
+        yield _row(what, pair.is_shared, advice, is_choice=True)
+    yield _as_torch(subject, seen, pair)
+
+
+def _row(what: str, is_wrong: bool, advice: str, number: str = "", is_choice: bool = False) -> Row:
+    """Return a row that passes, or gives advice."""
+    if not is_wrong:
+        return Row(what, "passed", number)
+    return Row(what, "remark" if is_choice else "failed", number, advice)
+
+
+def _repeats(subject: Subject, tokens: Tensor) -> Row:
+    with torch.no_grad():
+        far = (subject(tokens) - subject(tokens)).abs().max().item()
+    advice = "dropout is active in evaluation: use nn.Dropout, or F.dropout(..., self.training)"
+    return _row("evaluation is deterministic", far != 0, advice, f"off by {far:.1g}")
+
+
+def _images(subject: Subject, tokens: Tensor) -> Row:
+    """Check that what comes out for an image does not change with the other images."""
+    others = torch.cat([tokens[:1], tokens[1:].flip(0) * 2])
+    with torch.no_grad():
+        far = (subject(tokens) - subject(others))[0].abs().max().item()
+    advice = "an image attends to the others of its batch: tokens are (batch, tokens, width); "
+    advice += "attend along dim 1, torch's modules with batch_first=True"
+    return _row("images are independent", not far < CLOSE, advice, f"off by {far:.1g}")
+
+
+def _shapes(subject: Subject, seen: Watch) -> Row:
+    expected = B, subject.num_heads, N, N
+    advice = f"the weights must be {[*expected]}: batch, heads, queries, keys"
+    number = f"output {[*seen.output.shape]}, weights {[*seen.weights.shape]}"
+    return _row("shapes", seen.weights.shape != expected, advice, number)
+
+
+def _finite(subject: Subject, tokens: Tensor) -> Iterator[Row]:
+    """Check that numbers are finite in two precisions and with large scores."""
+    advice = "subtract the largest score before exp, as torch.softmax does"
+    for what, scale, precision in (
+        ("finite in float32", 1, torch.float32), ("finite in bfloat16", 1, torch.bfloat16),
+        ("finite with large scores", 300, torch.float32),
+    ):  # fmt: skip
+        with torch.no_grad(), autocast(tokens.device, precision):
+            is_finite = bool(subject(scale * tokens).isfinite().all())
+        yield _row(what, not is_finite, advice)
+
+
+def _sums(seen: Watch) -> Row:
+    """Check that the rows of weights sum to 1 over the keys."""
+    axes = {"keys": -1, "queries": -2, "heads": 1, "batch": 0}
+    far = {name: (seen.weights.sum(dim) - 1).abs().max().item() for name, dim in axes.items()}
+    what, number = "rows of weights sum to 1", f"off by {far['keys']:.1g}"
+    axis = next((name for name in axes if far[name] < CLOSE), "")
+    if axis == "keys":
+        is_wrong = seen.softmaxes not in (0, 1, seen.weights.shape[1])
+        advice = f"there are {seen.softmaxes} softmaxes; one is enough"
+        return _row(what, is_wrong, advice, number, is_choice=True)
+    if axis:
+        advice = f"softmax runs over the {axis} (dim={axes[axis]}); use dim=-1, over the keys"
+    elif seen.softmaxes == 1:
+        advice = "something changes the weights after the softmax"
+    else:
+        return Row(what, "remark", number, "the weights are not those of one softmax")
+    return Row(what, "failed", number, advice)
+
+
+def _match(seen: Watch, heads: int) -> Pair | None:
+    """Find the two projections whose product, up to a factor, are the scores."""
+    if seen.scores is None or seen.scores.shape[1] != heads:
+        return None
+    usable = seen.scores.isfinite() & (seen.scores > -1e4)
+    pairs = itertools.product(seen.by_head(heads).items(), repeat=2)
+    # Copies of a layer give the same numbers, so two projections go before one for both.
+    for (a, query), (b, key) in sorted(pairs, key=lambda pair: pair[0][0] == pair[1][0]):
+        if query.shape != key.shape:
+            continue
+        product, scores = (query @ key.transpose(-2, -1))[usable], seen.scores[usable]
+        factor = ((product * scores).sum() / product.square().sum()).item()
+        if (scores - factor * product).abs().max() < 1e-3 * scores.abs().max():
+            is_shared = a[1] == b[1] and seen.matrices[a[0]] is seen.matrices[b[0]]
+            return Pair(query, key, is_shared, 1 / factor)
+    return None
+
+
+def _scale(pair: Pair | None) -> Row:
+    """Compare the scale of the scores with the root of a head's width."""
+    what = "scores are divided by √d"
+    if pair is None:
+        advice = "the scores are no scaled product of two projections, split into heads"
+        return Row(what, "unknown", "", advice)
+    width, number = pair.query.shape[-1], f"divided by {pair.divisor:.2f}"
+    for value, name in (
+        (math.sqrt(width), f" = √{width}"), (width, ", the width of a head, not its root"),
+        (math.sqrt(D), f" = √{D}, the model's width"), (1.0, ", so not at all"),
+    ):  # fmt: skip
+        if math.isclose(pair.divisor, value, rel_tol=1e-2):
+            number += name
+            break
+    is_wrong = not math.isclose(pair.divisor, math.sqrt(width), rel_tol=1e-2)
+    advice = f"the paper divides by √{width}, the root of the width of a head"
+    return _row(what, is_wrong, advice, number, is_choice=True)
+
+
+def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
+    """Check that permuting the tokens permutes the outputs."""
+    order = torch.randperm(N, generator=generator(1, "check"))
+    moved = Watch.run(subject, tokens[:, order])
+    far = (moved.output - seen.output[:, order]).abs().max().item()
+    is_causal = bool((seen.weights.triu(1).abs() < 1e-6).all())
+    advice = "tokens are mixed between heads: split the width with view(B, N, heads, d), then "
+    advice += "transpose(1, 2); a view alone mixes them"
+    if is_causal:
+        advice = "tokens attend only to those before them: patches of an image have no such order"
+    what = "permuting tokens permutes outputs"
+    return _row(what, not far < CLOSE, advice, f"off by {far:.1g}", is_causal)
+
+
+def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
+    """Check that a part of a projection, the width of a head, changes the weights of one head."""
+    what, heads, width = "heads are independent", subject.num_heads, D // subject.num_heads
+    for number, output in enumerate(seen.projections):
+        noise = torch.zeros_like(output)
+        part = noise[:, 0] if output.ndim == 4 else noise[..., :width]
+        part[:] = 1 + torch.rand(part.shape[-1], generator=generator(2, "check"))
+        weights = Watch.run(subject, tokens, add={number: noise}).weights
+        changed = int(((weights - seen.weights).abs().amax(dim=(0, 2, 3)) > CLOSE).sum())
+        if changed:
+            effect = f"the first {width} columns of a projection change {changed} of {heads}"
+            advice = "heads are mixed: each needs its own part of queries and keys"
+            return _row(what, changed != 1, advice, effect)
+    return Row(what, "unknown", "", "no projection changes the weights")
+
+
+def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
+    """Check that keys that a mask hides get no weight, for each image and with no key at all."""
+    what = "mask"
+    if isinstance(subject, WholeAttention) and subject.mask_name is None:
+        return Row(what, "passed", "taken by no argument, so it is applied to the softmax")
+    keep = torch.ones(B, 1, N, dtype=torch.bool)
+    for image in range(B):
+        keep[image, 0, image : image + 3] = False
+    try:
+        masked = Watch.run(subject, tokens, keep)
+    except Exception as error:  # whatever their code raises
+        advice = f"fails with a boolean mask, {[B, 1, N, N]} or {[B, N, N]}: "
+        advice += f"{type(error).__name__}: {shorten(error, 200)}"
+        return Row(what, "failed", "", advice)
+    weights = masked.weights
+    hidden, shown = (weights.masked_fill(~m[:, None], 0).abs() for m in (~keep, keep))
+    by_image = hidden.amax(dim=(1, 2, 3))
+    after = "the mask is applied after the softmax, so rows do not sum to 1; mask the scores"
+    advice = ""
+    if torch.allclose(weights, seen.weights):
+        unchanged = torch.allclose(masked.output, seen.output)
+        advice = "the mask is ignored" if unchanged else after
+    elif shown.max() < CLOSE:
+        advice = "the mask is inverted: it is True where a query may attend; hide mask == 0"
+    elif by_image.max() > CLOSE > by_image.min():
+        advice = "the mask of one image is used for others: it has a row for each image"
+    elif by_image.max() > CLOSE:
+        advice = "hidden keys keep weight: fill their scores with -inf before the softmax"
+    elif seen.scores is not None and (weights - seen.weights).sum(dim=-1).abs().max() > 0.01:
+        advice = after
+    if advice:
+        return Row(what, "failed", f"largest hidden weight {hidden.max():.1g}", advice)
+    none = Watch.run(subject, tokens, torch.zeros(N, N, dtype=torch.bool))
+    advice = "rows that hide every key become NaN; if there are any, fill with -1e9, not -inf"
+    is_wrong = not none.output.isfinite().all()
+    return _row(what, is_wrong, advice, "hidden keys get no weight", is_choice=True)
+
+
+def _dropout(attention: Attention, heads: int, tokens: Tensor) -> Row:
+    """Check that dropout acts on the weights, and that those returned are from before it."""
+    drop = 0.0 if isinstance(attention, FewerArguments) else 0.5
+    dropping = build(attention, D, heads, N, drop).train()
+    with torch.no_grad(), Watch() as watch:
+        if isinstance(dropping, WholeAttention):  # what the module itself returns
+            result = dropping.call(tokens, None)
+        else:
+            result = dropping(tokens, need_weights=True)
+    weights = result[1] if isinstance(result, tuple) and isinstance(result[1], Tensor) else None
+    dropped = [
+        x is not None and bool((x == 0).float().mean() > 0.1) for x in (watch.scores, weights)
+    ]
+    advice = "it returns weights after dropout; those before are shown"
+    if dropped[0]:
+        advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
+    number = "it returns none, so those of its softmax are shown" if weights is None else ""
+    what = "weights are from before dropout"
+    return _row(what, any(dropped), advice, number, is_choice=True)
+
+
+def _residual(subject: Subject, tokens: Tensor) -> Row:
+    """Check that without attention nothing of the tokens is left."""
+    what = "output has no residual or norm"
+    first, other = (Watch.run(subject, x, mute=True) for x in (tokens, tokens.flip(0) * 2))
+    if first.scores is None:
+        return Row(what, "unknown", "", "it has no softmax to mute")
+    far = (first.output - other.output).abs().max().item()
+    if far > CLOSE:
+        advice = "the output contains the input: an encoder block adds it again"
+        return Row(what, "remark", f"{far:.2g} without attention", advice)
+    output = Watch.run(subject, 10 * tokens).output
+    normal = output.mean(-1).abs().max() < CLOSE and (output.std(-1, False) - 1).abs().max() < 0.01
+    advice = "the output is normalized: an encoder block normalizes its input instead"
+    return _row(what, bool(normal), advice, is_choice=True)
+
+
+def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
+    """Check that all weights learn, and that no others are used."""
+    what, ours = "all weights get gradients", {*map(id, subject.parameters())}
+    if any(id(matrix) not in ours for matrix in seen.matrices if isinstance(matrix, nn.Parameter)):
+        advice = "a projection is no part of the module, so it never learns: keep layers in an "
+        return Row(what, "failed", "", advice + "attribute or an nn.ModuleList, not in a list")
+    learner = copy.deepcopy(subject)
+    learner(tokens).square().sum().backward()
+    idle = [
+        name.removeprefix("module.")
+        for name, weight in learner.named_parameters()
+        # The bias of keys changes all scores of a row alike, so it never has a gradient.
+        if weight.grad is None or (weight.ndim > 1 and not weight.grad.abs().max() > 0)
+    ]
+    advice = f"{', '.join(idle)} get no gradient: they are not used, or detached"
+    return _row(what, bool(idle), advice)
+
+
+def _as_torch(subject: Subject, seen: Watch, pair: Pair | None) -> Row:
+    """Compare the output with that of torch's fused attention for the same projections."""
+    what = "equals torch's attention"
+    if pair is None:
+        return Row(what, "unknown", "", "its queries and keys were not found")
+    last = [module for module in subject.modules() if isinstance(module, nn.Linear)][-1:]
+    far = math.inf
+    for value in seen.by_head(subject.num_heads).values():  # whichever are the values
+        heads = F.scaled_dot_product_attention(pair.query, pair.key, value)
+        merged = heads.transpose(1, 2).flatten(2)
+        with torch.no_grad():
+            outputs = [merged] + [x(merged) for x in last if x.in_features == merged.shape[-1]]
+        same = [output for output in outputs if output.shape == seen.output.shape]
+        far = min([far, *((output - seen.output).abs().max().item() for output in same)])
+    advice = "it computes something else than softmax(QKᵀ / √d) V; the rows above say what"
+    return _row(what, not far < CLOSE, advice, f"off by {far:.2g}", is_choice=True)

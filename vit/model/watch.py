@@ -1,0 +1,78 @@
+"""Projections, scores and weights of any attention, seen and changed while it computes.
+
+Shapes: B batch, N tokens, D token width, H heads, d head width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vit.model.attention import Attention, MultiHeadSelfAttention
+from vit.model.whole_attention import SOFTMAXES, WholeAttention, is_whole
+
+B, N, D, H = 3, 10, 64, 4  # all different, so that no axis is taken for another
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+Subject = MultiHeadSelfAttention | WholeAttention
+
+
+def build(attention: Attention, dim: int, heads: int, tokens: int, drop: float = 0.0) -> Subject:
+    """Build the module that stands in an encoder block."""
+    if is_whole(attention):
+        return WholeAttention(attention, dim, heads, tokens, dropout=drop)
+    module = MultiHeadSelfAttention(dim, heads, attn_drop=drop, attention=attention)
+    module.proj.reset_parameters()
+    return module
+
+
+class Watch(TorchFunctionMode):
+    """Records the projections and the softmax of an attention, and may change them.
+
+    Args:
+        add: Added to the output of a projection, by its number.
+        mute: Whether the softmax returns zeros.
+    """
+
+    def __init__(self, add: dict[int, Tensor] | None = None, mute: bool = False) -> None:
+        super().__init__()
+        self.add, self.mute = add or {}, mute
+        self.projections: list[Tensor] = []  # outputs
+        self.matrices: list[Tensor] = []
+        self.scores: Tensor | None = None  # (B, H, N, N), of the last softmax
+        self.softmaxes = 0
+        self.output = self.weights = torch.empty(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        if func is F.linear or (func in PRODUCTS and isinstance(args[1], nn.Parameter)):
+            result = result + self.add.get(len(self.projections), 0)
+            self.projections.append(result)
+            self.matrices.append(args[1])
+        if func in SOFTMAXES and result.shape[-2:] == (N, N):
+            self.scores, self.softmaxes = args[0].view(B, -1, N, N), self.softmaxes + 1
+            return torch.zeros_like(result) if self.mute else result
+        return result
+
+    @classmethod
+    def run(cls, subject: Subject, tokens: Tensor, mask: Any = None, **changes: Any) -> "Watch":
+        """Attend to tokens (B, N, D) and return what was seen."""
+        with torch.no_grad(), cls(**changes) as watch:
+            watch.output, watch.weights = subject(tokens, mask, need_weights=True)
+        return watch
+
+    def by_head(self, heads: int) -> dict[tuple[int, int], Tensor]:
+        """Split projections into heads, (B, H, N, d): all of each, and as of three in one."""
+        parts: dict[tuple[int, int], Tensor] = {}
+        for number, output in enumerate(self.projections):
+            if output.ndim == 4 and output.shape[:3] == (B, heads, N):
+                parts[number, 0] = output
+            elif output.ndim == 3 and output.shape[-1] % heads == 0:
+                output = output if output.shape[0] == B else output.transpose(0, 1)
+                parts[number, 0] = output.unflatten(-1, (heads, -1)).transpose(1, 2)
+                if output.shape[-1] % (3 * heads) == 0:
+                    for third, part in enumerate(output.chunk(3, dim=-1), start=1):
+                        parts[number, third] = part.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return parts
