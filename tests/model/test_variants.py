@@ -3,6 +3,7 @@
 Shapes: B images, H heads, N tokens, d head width.
 """
 
+import math
 import re
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from vit.explain.lrp import propagate, token_relevance
 from vit.explain.maps import MAP_KINDS
 from vit.explain.statistics import attention_entropy, sink_mass
 from vit.model import attention, variants
-from vit.model.attention import MultiHeadSelfAttention, causal_mask
+from vit.model.attention import Grid, MultiHeadSelfAttention, causal_mask
 from vit.model.config import ModelConfig
 from vit.model.variants import (
     ATTENTION,
@@ -330,7 +331,7 @@ def test_an_attention_that_does_not_fit_is_refused_before_training(
     for name in ("wrong.py:mine", "dot"):
         message = f"^model.attention: {name} gives .*({problem}).*[(]wrong.py, line {line}[)]"
         with pytest.raises(ValueError, match=message):
-            check_attention(name, 3, 5, 4)
+            check_attention(name, 3, 4, 12, (1, 5))
         with pytest.raises(ValueError, match=f"^model.attention: {name} gives "):
             check_config(small_run(tmp_path / "run", name))
         monkeypatch.setattr(attention, "scaled_dot_product_attention", mine)
@@ -475,3 +476,47 @@ def test_the_exercise_of_the_page(tmp_path, registry, monkeypatch, capsys):
     eval_main()
     table = capsys.readouterr().out
     assert "McNemar" in table and "top8" in table and "dot" in table
+
+
+class Placed(nn.Module):
+    """Uniform attention that records where its patches are."""
+
+    def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
+        super().__init__()
+        self.built, self.places = (grid, num_prefix_tokens), []
+
+    def forward(self, query, key, value, mask, dropout, num_prefix_tokens: int, grid: Grid):
+        self.places.append((grid, num_prefix_tokens))
+        return uniform(query, key, value, grid)
+
+
+def uniform(query, key, value, grid: Grid):
+    assert query.shape[-2] == 2 + math.prod(grid)
+    weights = torch.full((*query.shape[:-1], key.shape[-2]), 1 / key.shape[-2])
+    return weights @ value, weights
+
+
+class WholePlaced(nn.Module):
+    def __init__(self, dim: int, num_heads: int, grid: Grid) -> None:
+        super().__init__()
+        self.built, self.places = (grid, 2), []
+
+    def forward(self, x: Tensor, num_prefix_tokens: int, grid: Grid):
+        self.places.append((grid, num_prefix_tokens))
+        return x, uniform(x[:, None].expand(-1, 3, -1, -1), x[:, None], x[:, None], grid)[1]
+
+
+@pytest.mark.parametrize("attention", [Placed, uniform, WholePlaced])
+def test_attention_is_told_the_grid(attention):
+    """The constructor that of the model's images, and forward that of each image."""
+    sizes = {"img_size": (8, 12), "patch_size": 4, "in_chans": 3, "num_classes": 10}
+    sizes |= {"embed_dim": 12, "depth": 1, "num_heads": 3, "reg_tokens": 1}
+    model = VisionTransformer(**sizes, attention=attention)
+    for size in ((8, 12), (16, 8)):
+        model(torch.zeros(1, 3, *size), need_weights=True)
+    if attention is uniform:  # which asserts
+        return
+    attn = model.blocks[0].attn
+    module = attn.attention if attention is Placed else attn.module
+    assert module.built == ((2, 3), 2)
+    assert module.places[-2:] == [((2, 3), 2), ((4, 2), 2)]

@@ -22,6 +22,7 @@ from vit.reporting.live import graph_of
 from vit.run.checkpoint import checkpoint_paths
 
 B, N, D = 2, 17, 48
+GRID = 4, 4  # and a class token
 
 
 class Plain(nn.Module):
@@ -69,7 +70,7 @@ def tokens() -> Tensor:
 @pytest.fixture(params=[Plain, Fused, Torchs])
 def pair(request: pytest.FixtureRequest) -> tuple[WholeAttention, Plain]:
     """A module in its place, and the plain one with the same weights, to compare with."""
-    placed, own = WholeAttention(request.param, D, 3, N).eval(), Plain(D, 3)
+    placed, own = WholeAttention(request.param, D, 3, GRID, 1).eval(), Plain(D, 3)
     state = placed.module.state_dict()
     names = {"in_proj_": "qkv.", "out_proj.": "out."}
     for old, new in names.items():
@@ -154,7 +155,7 @@ class Unknown(OneHead):
 
 
 def test_a_module_without_heads_is_one_head() -> None:
-    placed = WholeAttention(OneHead, D, 1, N)
+    placed = WholeAttention(OneHead, D, 1, GRID, 1)
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     keep[1, :, 0] = False
     weights = placed(tokens(), keep, need_weights=True)[1]
@@ -163,7 +164,7 @@ def test_a_module_without_heads_is_one_head() -> None:
 
 
 def test_weights_that_are_returned_count_where_there_is_no_softmax() -> None:
-    weights = WholeAttention(Sigmoid, D, 1, N)(tokens(), need_weights=True)[1]
+    weights = WholeAttention(Sigmoid, D, 1, GRID, 1)(tokens(), need_weights=True)[1]
     assert weights.shape == (B, 1, N, N) and weights.sum(dim=-1).max() > 2
 
 
@@ -178,7 +179,7 @@ def test_weights_that_are_returned_count_where_there_is_no_softmax() -> None:
 )
 def test_what_cannot_be_used_is_refused_in_a_line(module: Any, heads: int, words: str) -> None:
     with pytest.raises(ValueError) as info:
-        WholeAttention(module, D, heads, N)(tokens(), need_weights=True)
+        WholeAttention(module, D, heads, GRID, 1)(tokens(), need_weights=True)
     assert words in str(info.value) and "\n" not in str(info.value)
 
 
@@ -283,7 +284,7 @@ class HeadList(nn.Module):
 
 
 def test_a_softmax_for_each_head_gives_weights_of_all() -> None:
-    placed, keep = WholeAttention(HeadList, D, 3, N), torch.ones(B, 1, N, dtype=torch.bool)
+    placed, keep = WholeAttention(HeadList, D, 3, GRID, 1), torch.ones(B, 1, N, dtype=torch.bool)
     keep[0, :, :4] = False
     output, weights = placed(tokens(), keep, need_weights=True)
     q, k, v = placed.module.heads[2].qkv(tokens()).chunk(3, dim=-1)
@@ -311,7 +312,7 @@ class Causal(nn.Module):
 
 
 def test_torchs_module_inside_another_is_what_it_is_without_weights() -> None:
-    placed = WholeAttention(Causal, D, 3, N).eval()
+    placed = WholeAttention(Causal, D, 3, GRID, 1).eval()
     output, weights = placed(tokens(), need_weights=True)
     assert_close(output, placed(tokens()))
     assert not weights.triu(1).any() and not weights[1, :, :, 2:4].any()
@@ -343,14 +344,14 @@ class Configured(Plain):
 
 
 def test_a_config_object_has_what_constructors_take() -> None:
-    placed = WholeAttention(Configured, D, 3, N)
+    placed = WholeAttention(Configured, D, 3, GRID, 1)
     assert (placed.module.heads, placed.module.length) == (3, N)
 
 
 @pytest.mark.parametrize("shape", [(N,), (N, N), (B, N, N), (B, 1, 1, N), (B, 3, N, N)])
 def test_masks_have_the_shape_that_the_module_takes(shape: tuple[int, ...]) -> None:
     """Masks that differ between heads act on the softmax where the module takes (B, N, N)."""
-    placed = WholeAttention(Configured, D, 3, N).eval()
+    placed = WholeAttention(Configured, D, 3, GRID, 1).eval()
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5
     mask[..., 0] = True
     _, weights = placed(tokens(), mask, need_weights=True)

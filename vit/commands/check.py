@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from vit.commands.config import CheckConfig
 from vit.console import printable, say, shorten
 from vit.files import write_json
-from vit.model.attention import Attention, MultiHeadSelfAttention
+from vit.model.attention import Attention
 from vit.model.attention_properties import Row, properties
 from vit.model.variants import attention_of, load_attention, place_of, with_all_arguments
-from vit.model.watch import B, D, H, N, build
-from vit.model.whole_attention import has_heads, is_whole
+from vit.model.watch import B, D, H, N
+from vit.model.whole_attention import build_attention, has_heads, is_whole
 from vit.seeding import generator
 
 
@@ -59,7 +59,7 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
 def cost(attention: Attention) -> Row:
     """Compare time and memory of a training step with ours, for 64 images of 65 tokens."""
     heads = 1 if is_whole(attention) and not has_heads(attention) else H
-    modules = [build(attention, 192, heads, 65), MultiHeadSelfAttention(192, heads)]
+    modules = [build_attention(kind, 192, heads, (5, 13)) for kind in (attention, None)]
     tokens = torch.randn(64, 65, 192, generator=generator(3, "check"))
     ratios = []
     for _ in range(3):

@@ -4,7 +4,9 @@ Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In sel
 and keys come from the same tokens, so M = N.
 """
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +18,10 @@ from vit.model.fused_kernel import uses_fused_kernel
 
 # A function like `scaled_dot_product_attention`, a module class whose forward is one and whose
 # constructor takes num_heads and head_dim, or the class of a whole module, see
-# `vit.model.whole_attention`.
+# `vit.model.whole_attention`. Any of these may take the arguments in `PLACE` too.
 Attention = Callable[..., tuple[Tensor, Tensor]] | type[nn.Module]
+Grid = tuple[int, int]  # rows and columns of patches
+PLACE = ("grid", "num_prefix_tokens")  # patches follow num_prefix_tokens, row by row
 
 
 def scaled_dot_product_attention(
@@ -102,6 +106,12 @@ def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tens
     return heads
 
 
+def taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a function or a constructor has arguments for."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in parameters}
+
+
 class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
@@ -120,6 +130,9 @@ class MultiHeadSelfAttention(nn.Module):
         attention: What each head computes, see `vit.model.variants`; None means
             `scaled_dot_product_attention`.
         norm_eps: Added to the variance in the norms of queries and keys.
+        grid: Rows and columns of the images for which the model is built, for an attention that
+            takes it.
+        num_prefix_tokens: Tokens before the patches, likewise.
 
     Raises:
         ValueError: num_heads does not divide dim and head_dim is None.
@@ -136,6 +149,8 @@ class MultiHeadSelfAttention(nn.Module):
         proj_drop: float = 0.0,
         attention: Attention | None = None,
         norm_eps: float = 1e-6,
+        grid: Grid | None = None,
+        num_prefix_tokens: int = 0,
     ) -> None:
         super().__init__()
         if head_dim is None:
@@ -146,15 +161,25 @@ class MultiHeadSelfAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
         self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
         self.attention = (
-            attention(num_heads, head_dim) if isinstance(attention, type) else attention
+            attention(num_heads, head_dim, **taken(attention, place))
+            if isinstance(attention, type)
+            else attention
         )
+        function: Any = getattr(self.attention, "forward", self.attention)
+        # What `forward` passes on, besides queries, keys, values, mask and dropout.
+        self.place: dict[str, Any] = taken(function, place) if function else {}
         self.attn_drop = Dropout(attn_drop)
         self.proj = nn.Linear(num_heads * head_dim, dim)
         self.proj_drop = Dropout(proj_drop)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+        grid: Grid | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Apply self-attention.
 
@@ -165,6 +190,7 @@ class MultiHeadSelfAttention(nn.Module):
                 function but not in nn.MultiheadAttention. Ones and zeros, or floats of 0 and -inf
                 as added to scores, mean the same. See `causal_mask` and `padding_mask`.
             need_weights: Whether to return the attention weights too.
+            grid: Rows and columns of the patches; None means the constructor's.
 
         Returns:
             (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
@@ -187,6 +213,9 @@ class MultiHeadSelfAttention(nn.Module):
             heads = F.scaled_dot_product_attention(query, key, value)
         else:
             allowed = for_all_heads(mask, (*query.shape[:-1], key.shape[-2]))
-            heads, weights = attend(query, key, value, allowed, self.attn_drop)
+            place: dict[str, Any] = {**self.place}
+            if grid is not None and "grid" in place:
+                place["grid"] = grid
+            heads, weights = attend(query, key, value, allowed, self.attn_drop, **place)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output

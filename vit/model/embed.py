@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit.model.attention import Grid
 from vit.model.tracing import leaf_of_graphs
 
-Grid = tuple[int, int]  # rows and columns of patches
 WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
 
 

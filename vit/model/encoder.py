@@ -10,9 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import MultiHeadSelfAttention
+from vit.model.attention import Grid, MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
-from vit.model.embed import Grid
 from vit.model.tracing import leaf_of_graphs
 from vit.model.whole_attention import WholeAttention
 
@@ -123,7 +122,7 @@ class EncoderBlock(nn.Module):
         self, x: Tensor, grid: Grid, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Apply attention and the MLP to (B, N, D); results as of `MultiHeadSelfAttention`."""
-        attended = self.attn(self.norm1(x), mask, need_weights)
+        attended = self.attn(self.norm1(x), mask, need_weights, grid)
         attended, weights = attended if need_weights else (attended, None)
         x = x + self.drop_path1(self.ls1(attended))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x), grid)))

@@ -19,8 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vit.model.attention import for_all_heads, masked_softmax
-from vit.model.embed import Grid
+from vit.model.attention import Grid, for_all_heads, masked_softmax
 
 
 def _vit_tokens(model: Any, images: Tensor) -> Tensor:

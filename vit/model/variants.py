@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vit.console import note
 from vit.model import attention
-from vit.model.attention import Attention, masked_softmax
+from vit.model.attention import PLACE, Attention, Grid, masked_softmax, taken
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
@@ -157,7 +157,7 @@ def with_all_arguments(attention: Attention) -> Attention:
         return attention
     if isinstance(attention, nn.Module):
         raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")
-    names = [*inspect.signature(attention).parameters]
+    names = [name for name in inspect.signature(attention).parameters if name not in PLACE]
     mask_name = next((name for name in names[3:] if name in MASKS), None)
     return attention if len(names) >= 5 else FewerArguments(attention, mask_name)
 
@@ -168,18 +168,21 @@ class FewerArguments:
     def __init__(self, function: Callable[..., Any], mask_name: str | None) -> None:
         self.function, self.mask_name = function, mask_name
         self.__code__, self.__module__ = function.__code__, function.__module__
+        self.__signature__ = inspect.signature(function)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout,
+        **place: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attend like `scaled_dot_product_attention`; ValueError if it would have to drop."""
         name = self.function.__name__
         if getattr(dropout, "p", 0):
             raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout")
         if mask is not None and self.mask_name is None:
             raise ValueError(f"{name} takes no mask, so tokens cannot be hidden from it")
-        keywords = {} if self.mask_name is None else {self.mask_name: mask}
-        return self.function(query, key, value, **keywords)
+        if self.mask_name is not None:
+            place[self.mask_name] = mask
+        return self.function(query, key, value, **place)
 
 
 def is_edited(name: str) -> bool:
@@ -199,7 +202,7 @@ def attention_of(name: str) -> Attention:
 
 
 def check_attention(
-    name: str, heads: int, tokens: int, head_dim: int, hint: str = "", dim: int = 0
+    name: str, heads: int, head_dim: int, dim: int, grid: Grid, prefix: int = 0, hint: str = ""
 ) -> None:
     """Try an attention on random numbers, to find mistakes before training.
 
@@ -210,15 +213,19 @@ def check_attention(
     """
     variant: Any = attention_of(name)
     whole, draw = is_whole(variant), generator(0, "attention")
+    place, tokens = {"grid": grid, "num_prefix_tokens": prefix}, prefix + math.prod(grid)
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
     try:
         if whole:
-            module = WholeAttention(variant, dim, heads, tokens, head_dim)
+            module = WholeAttention(variant, dim, heads, grid, prefix, head_dim)
             output, weights = module(inputs[0], need_weights=True)
         else:
-            function = variant(heads, head_dim) if isinstance(variant, type) else variant
-            output, weights = function(*inputs, None, nn.Identity())
+            function: Any = variant
+            if isinstance(variant, type):
+                function = variant(heads, head_dim, **taken(variant, place))
+            place = taken(getattr(function, "forward", function), place)
+            output, weights = function(*inputs, None, nn.Identity(), **place)
         if (output.shape, weights.shape) != (shape, (1, heads, tokens, tokens)):
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
         if not (output.isfinite().all() and weights.isfinite().all()):

@@ -11,12 +11,12 @@ import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.attention import Attention, MultiHeadSelfAttention
+from vit.model.attention import Attention, Grid
 from vit.model.dropout import Dropout
-from vit.model.embed import Grid, PatchEmbed, resample_pos_embed, sincos_pos_embed
+from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
 from vit.model.variants import find_attention, with_all_arguments
-from vit.model.whole_attention import WholeAttention, is_whole
+from vit.model.whole_attention import build_attention
 
 torch.fx.wrap("resample_pos_embed")  # it branches
 
@@ -112,17 +112,11 @@ class VisionTransformer(nn.Module):
         hidden_dim = int(embed_dim * mlp_ratio)
         self.blocks = nn.ModuleList()
         for layer in range(depth):
-            attn: MultiHeadSelfAttention | WholeAttention
-            if is_whole(attend):
-                num_tokens = self.num_prefix_tokens + self.patch_embed.num_patches
-                attn = WholeAttention(
-                    attend, embed_dim, num_heads, num_tokens, head_dim, attn_drop_rate
-                )
-            else:
-                attn = MultiHeadSelfAttention(
-                    embed_dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop_rate,
-                    proj_drop_rate, attend, norm_eps,
-                )  # fmt: skip
+            attn = build_attention(
+                attend, embed_dim, num_heads, self.patch_embed.grid_size, self.num_prefix_tokens,
+                head_dim=head_dim, attn_drop=attn_drop_rate, qkv_bias=qkv_bias, qk_norm=qk_norm,
+                proj_drop=proj_drop_rate, norm_eps=norm_eps,
+            )  # fmt: skip
             # In the last block, a convolution only affects the logits if the head reads patches.
             mixes = mlp_conv and (pooled or layer < depth - 1)
             conv = NeighbourConv(hidden_dim, self.num_prefix_tokens) if mixes else None

@@ -10,21 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vit.model.attention import Attention, MultiHeadSelfAttention
-from vit.model.whole_attention import SOFTMAXES, WholeAttention, is_whole
+from vit.model.attention import MultiHeadSelfAttention
+from vit.model.whole_attention import SOFTMAXES, WholeAttention
 
 B, N, D, H = 3, 10, 64, 4  # all different, so that no axis is taken for another
+GRID = 2, 5
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 Subject = MultiHeadSelfAttention | WholeAttention
-
-
-def build(attention: Attention, dim: int, heads: int, tokens: int, drop: float = 0.0) -> Subject:
-    """Build the module that stands in an encoder block."""
-    if is_whole(attention):
-        return WholeAttention(attention, dim, heads, tokens, dropout=drop)
-    module = MultiHeadSelfAttention(dim, heads, attn_drop=drop, attention=attention)
-    module.proj.reset_parameters()
-    return module
 
 
 class Watch(TorchFunctionMode):

@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vit.model.attention import for_all_heads, masked_softmax
+from vit.model.attention import (
+    PLACE,
+    Attention,
+    Grid,
+    MultiHeadSelfAttention,
+    for_all_heads,
+    masked_softmax,
+    taken,
+)
 
 # What constructors call their arguments.
 WIDTHS = (
@@ -52,6 +60,24 @@ def has_heads(attention: type) -> bool:
     return any(name in HEADS + CONFIGS for name in inspect.signature(attention).parameters)
 
 
+def build_attention(
+    attention: Attention | None,
+    dim: int,
+    num_heads: int,
+    grid: Grid,
+    num_prefix_tokens: int = 0,
+    head_dim: int | None = None,
+    attn_drop: float = 0.0,
+    **options: Any,
+) -> "MultiHeadSelfAttention | WholeAttention":
+    """Build what stands in an encoder block; options are those of `MultiHeadSelfAttention`."""
+    arguments: dict[str, Any] = {"head_dim": head_dim, "attn_drop": attn_drop}
+    arguments |= {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+    if is_whole(attention):
+        return WholeAttention(attention, dim, num_heads, **arguments)
+    return MultiHeadSelfAttention(dim, num_heads, attention=attention, **arguments, **options)
+
+
 class WholeAttention(nn.Module):
     """A whole attention module with the interface of `MultiHeadSelfAttention`.
 
@@ -61,9 +87,10 @@ class WholeAttention(nn.Module):
         attention: The module's class.
         dim: D, token width.
         num_heads: H; 1 for a module without heads.
-        num_tokens: Largest N.
+        grid: Rows and columns of the images for which the model is built.
+        num_prefix_tokens: Tokens before the patches.
         head_dim: Width of a head, for constructors that take it; None means dim / num_heads.
-        dropout: Probability, for constructors that take it.
+        attn_drop: Dropout probability, for constructors that take it.
 
     Raises:
         ValueError: The constructor takes something unknown, fails, or takes no number of heads.
@@ -76,9 +103,10 @@ class WholeAttention(nn.Module):
         attention: type[nn.Module],
         dim: int,
         num_heads: int,
-        num_tokens: int,
+        grid: Grid,
+        num_prefix_tokens: int = 0,
         head_dim: int | None = None,
-        dropout: float = 0.0,
+        attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
         name = attention.__name__
@@ -87,10 +115,12 @@ class WholeAttention(nn.Module):
                 f"num_heads: {num_heads} is not allowed; it must be 1 with {name}, whose "
                 f"constructor takes no number of heads ({', '.join(HEADS)})"
             )
-        values: dict[str, Any] = {"batch_first": True}
+        place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+        num_tokens = num_prefix_tokens + math.prod(grid)
+        values: dict[str, Any] = {"batch_first": True} | place
         for names, value in (
             (WIDTHS, dim), (HEADS, num_heads), (HEAD_WIDTHS, head_dim or dim // num_heads),
-            (DROPOUTS, dropout), (LENGTHS, num_tokens),
+            (DROPOUTS, attn_drop), (LENGTHS, num_tokens),
         ):  # fmt: skip
             values |= dict.fromkeys(names, value)
         values |= dict.fromkeys(CONFIGS, SimpleNamespace(**values, bias=True))
@@ -102,13 +132,15 @@ class WholeAttention(nn.Module):
                     f"known here; give it a default, or call it {', '.join(WIDTHS[:3])} (width), "
                     f"{HEADS[0]}, {HEAD_WIDTHS[0]}, {DROPOUTS[0]} or {LENGTHS[0]}"
                 )
-        self.module = attention(**{key: values[key] for key in parameters if key in values})
+        self.module = attention(**taken(attention, values))
         self.num_heads = num_heads
         self.register_buffer("gates", torch.ones(num_heads), persistent=False)
         self.is_gated = False  # whether the gates matter where no weights are needed
-        taken = inspect.signature(self.module.forward).parameters
-        self.mask_name = next((key for key in MASKS if key in taken), None)
-        required = [p.name for p in taken.values() if _is_required(p) and p.name not in MASKS]
+        self.place = taken(self.module.forward, place)  # what `call` passes on
+        inputs = inspect.signature(self.module.forward).parameters
+        self.mask_name = next((key for key in MASKS if key in inputs), None)
+        required = [p.name for p in inputs.values() if _is_required(p)]
+        required = [name for name in required if name not in MASKS + PLACE]
         self.inputs = max(1, len(required))  # 3 for query, key and value
         self.is_torchs = isinstance(self.module, nn.MultiheadAttention)
         if self.is_torchs:  # where True hides a key; `ReadSoftmax` masks it
@@ -116,7 +148,11 @@ class WholeAttention(nn.Module):
         self.mask_ndim = self._find_mask_ndim(dim, num_tokens) if self.mask_name else 4
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+        grid: Grid | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Apply the module, as `MultiHeadSelfAttention.forward`.
 
@@ -124,7 +160,7 @@ class WholeAttention(nn.Module):
             ValueError: The output has another shape than x, or there are no weights to return.
         """
         if not (need_weights or self.is_gated) and mask is None:
-            return self.call(x)[0]
+            return self.call(x, grid=grid)[0]
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
         own = None  # what the module hides itself; `ReadSoftmax` does it for modules that do not
@@ -133,7 +169,7 @@ class WholeAttention(nn.Module):
             if self.mask_ndim == 4 or allowed.shape[1] == 1:
                 own, allowed = allowed if self.mask_ndim == 4 else allowed[:, 0], None
         with ReadSoftmax(size, allowed, self.gates) as read:
-            output, weights = self.call(x, own, need_weights)
+            output, weights = self.call(x, own, need_weights, grid)
         if read.weights is not None:
             weights = read.weights
         if weights is None:
@@ -145,10 +181,18 @@ class WholeAttention(nn.Module):
         return (output, weights) if need_weights else output
 
     def call(
-        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+        grid: Grid | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Call the module itself; return its output, and the weights that it returns, if any."""
-        keywords: dict[str, Any] = {} if self.mask_name is None else {self.mask_name: mask}
+        keywords: dict[str, Any] = {**self.place}
+        if grid is not None and "grid" in self.place:
+            keywords["grid"] = grid
+        if self.mask_name is not None:
+            keywords[self.mask_name] = mask
         if self.is_torchs:
             keywords["need_weights"] = need_weights
         result = self.module(*[x] * self.inputs, **keywords)

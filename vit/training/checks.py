@@ -52,9 +52,8 @@ def check_config(config: Config) -> None:
         small = scaled_size(size, train.small_scale, built.patch_embed.patch_size)
         for used, hint in (size, ""), (small, "; --train.small_share 0 trains with no fewer"):
             if used == size or train.small_share:
-                tokens = built.num_prefix_tokens + math.prod(built.patch_embed.grid(*used))
-                settings = model.num_heads, tokens, width, hint, model.embed_dim
-                check_attention(model.attention, *settings)
+                sizes = model.num_heads, width, model.embed_dim, built.patch_embed.grid(*used)
+                check_attention(model.attention, *sizes, built.num_prefix_tokens, hint)
 
 
 def warn_of_seen_images(
