@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from vit.model.dropout import Dropout
 from vit.model.fused_kernel import uses_fused_kernel
+from vit.model.positions import REL_POS, Grid
 
 # A function like `scaled_dot_product_attention`, a module class whose forward is one and whose
 # constructor takes num_heads and head_dim, or the class of a whole module, see
 # `vit.model.whole_attention`. Any of these may take the arguments in `PLACE` too.
 Attention = Callable[..., tuple[Tensor, Tensor]] | type[nn.Module]
-Grid = tuple[int, int]  # rows and columns of patches
 PLACE = ("grid", "num_prefix_tokens")  # patches follow num_prefix_tokens, row by row
 
 
@@ -37,8 +37,9 @@ def scaled_dot_product_attention(
         query: (..., N, d).
         key: (..., M, d).
         value: (..., M, e).
-        mask: Boolean, broadcastable to (..., N, M); True where a query may attend to a key. If a
-            query may attend to no key, its weights and output are zero. None means no mask.
+        mask: Broadcastable to (..., N, M); boolean, True where a query may attend to a key, or
+            float, added to the scores. If a query may attend to no key, its weights and output are
+            zero. None means no mask.
         dropout: Maps the attention weights to those that are multiplied by the values, like a
             `Dropout` module. None means no dropout.
 
@@ -58,13 +59,16 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
     Args:
         scores: (..., N, M).
-        mask: Boolean, broadcastable to (..., N, M), or None.
+        mask: Boolean, or float and added to the scores, where -inf hides a key; broadcastable to
+            (..., N, M); or None.
 
     Returns:
         (..., N, M). Each row sums to 1, or to 0 if all its keys are masked.
     """
     if mask is None:
         return scores.softmax(dim=-1)
+    if mask.is_floating_point():
+        scores, mask = scores + mask, mask > -torch.inf
     # With the lowest finite number instead of -inf, the softmax of a fully masked row is uniform,
     # not NaN, and the second masked_fill sets it to zero. In all other rows masked weights
     # underflow to zero by themselves.
@@ -130,12 +134,14 @@ class MultiHeadSelfAttention(nn.Module):
         attention: What each head computes, see `vit.model.variants`; None means
             `scaled_dot_product_attention`.
         norm_eps: Added to the variance in the norms of queries and keys.
-        grid: Rows and columns of the images for which the model is built, for an attention that
-            takes it.
+        grid: Rows and columns of the images for which the model is built, for `rel_pos` and for an
+            attention that takes it.
         num_prefix_tokens: Tokens before the patches, likewise.
+        rel_pos: Positions that attention uses, a key of `vit.model.positions.REL_POS`.
 
     Raises:
-        ValueError: num_heads does not divide dim and head_dim is None.
+        ValueError: num_heads does not divide dim and head_dim is None, or rel_pos is unknown or has
+            no grid.
     """
 
     def __init__(  # noqa: PLR0913 - timm's arguments, and ours
@@ -151,6 +157,7 @@ class MultiHeadSelfAttention(nn.Module):
         norm_eps: float = 1e-6,
         grid: Grid | None = None,
         num_prefix_tokens: int = 0,
+        rel_pos: str = "none",
     ) -> None:
         super().__init__()
         if head_dim is None:
@@ -161,6 +168,12 @@ class MultiHeadSelfAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
         self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        if rel_pos not in REL_POS:
+            raise ValueError(f"rel_pos: {rel_pos!r} is not one of {', '.join(REL_POS)}")
+        if rel_pos != "none" and grid is None:
+            raise ValueError(f"rel_pos: {rel_pos} needs grid, the rows and columns of patches")
+        self.grid = grid or (0, 0)
+        self.rel_pos = REL_POS[rel_pos](num_heads, head_dim, self.grid, num_prefix_tokens)
         place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
         self.attention = (
             attention(num_heads, head_dim, **taken(attention, place))
@@ -205,17 +218,22 @@ class MultiHeadSelfAttention(nn.Module):
             rearrange(part, "b n (h d) -> b h n d", h=self.num_heads)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
+        grid = grid or self.grid
         query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = self.rel_pos.before(query, key, value, grid)
+        bias = self.rel_pos.bias(grid)
+        bias = None if bias is None else bias.to(query.dtype)
         attend = self.attention or scaled_dot_product_attention
         dropping = self.training and self.attn_drop.p > 0
         may_fuse = self.attention is None and mask is None and not (need_weights or dropping)
         if may_fuse and uses_fused_kernel(attend, query.device, query.dtype):
-            heads = F.scaled_dot_product_attention(query, key, value)
+            heads = F.scaled_dot_product_attention(query, key, value, bias)
         else:
             allowed = for_all_heads(mask, (*query.shape[:-1], key.shape[-2]))
-            place: dict[str, Any] = {**self.place}
-            if grid is not None and "grid" in place:
-                place["grid"] = grid
+            if bias is not None:
+                allowed = bias if allowed is None else torch.where(allowed, bias, -torch.inf)
+            place = self.place | {"grid": grid} if "grid" in self.place else self.place
             heads, weights = attend(query, key, value, allowed, self.attn_drop, **place)
+        heads = self.rel_pos.after(heads, grid)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output

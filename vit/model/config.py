@@ -56,6 +56,9 @@ class ModelConfig:
         attn_drop_rate: dropout rate of the attention weights
         proj_drop_rate: dropout rate after the projections in attention and MLP
         drop_path_rate: stochastic depth rate of the last block (arXiv 1603.09382), 0 in the first
+        rel_pos: positions that attention itself uses, beside pos_embed: a learned bias per head and
+            offset (arXiv 2103.14030), rotary angles (rope, arXiv 2403.13298), or relative keys and
+            values (arXiv 1803.02155), see docs/attention.md
         attention: what a head computes: dot (arXiv 1706.03762), cosine (arXiv 2111.09883), sigmoid
             (arXiv 2409.04431), differential (arXiv 2410.05258), torch.nn:MultiheadAttention, or
             FILE:NAME, a function or a module in a .py or .ipynb file (docs/variants.md)
@@ -90,6 +93,7 @@ class ModelConfig:
     attn_drop_rate: settings.FractionBelow1 = 0.0
     proj_drop_rate: settings.FractionBelow1 = 0.0
     drop_path_rate: settings.FractionBelow1 = 0.0
+    rel_pos: Literal["none", "bias", "rope", "relative"] = "none"
     attention: settings.Text = "dot"
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import Grid
+from vit.model.positions import Grid
 from vit.model.tracing import leaf_of_graphs
 
 WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified

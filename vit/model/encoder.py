@@ -10,8 +10,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import Grid, MultiHeadSelfAttention
+from vit.model.attention import MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
+from vit.model.positions import Grid
 from vit.model.tracing import leaf_of_graphs
 from vit.model.whole_attention import WholeAttention
 

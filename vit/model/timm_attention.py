@@ -19,7 +19,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vit.model.attention import Grid, for_all_heads, masked_softmax
+from vit.model.attention import for_all_heads, masked_softmax
+from vit.model.positions import Grid
 
 
 def _vit_tokens(model: Any, images: Tensor) -> Tensor:

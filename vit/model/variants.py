@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from vit.console import note
 from vit.model import attention
-from vit.model.attention import PLACE, Attention, Grid, masked_softmax, taken
+from vit.model.attention import PLACE, Attention, masked_softmax, taken
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
+from vit.model.positions import Grid
 from vit.model.whole_attention import MASKS, WholeAttention, is_whole
 from vit.seeding import generator
 from vit.settings import suggest
@@ -56,8 +57,10 @@ def sigmoid_attention(
 ) -> tuple[Tensor, Tensor]:
     """σ(Q Kᵀ / √d - log M) V (arXiv 2409.04431): no softmax, so keys do not compete."""
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    if mask is not None:
+        bias = mask if mask.is_floating_point() else torch.where(mask, 0.0, -torch.inf)
+        scores = scores + bias
     weights = torch.sigmoid(scores - math.log(key.shape[-2]))
-    weights = weights if mask is None else weights.masked_fill(~mask, 0.0)
     return dropout(weights) @ value, weights
 
 

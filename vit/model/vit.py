@@ -11,10 +11,11 @@ import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.attention import Attention, Grid
+from vit.model.attention import Attention
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
+from vit.model.positions import Grid
 from vit.model.variants import find_attention, with_all_arguments
 from vit.model.whole_attention import build_attention
 
@@ -81,6 +82,7 @@ class VisionTransformer(nn.Module):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         attention: str | Attention = "dot",
+        rel_pos: Literal["none", "bias", "rope", "relative"] = "none",
     ) -> None:
         super().__init__()
         check_pool(global_pool, class_token)
@@ -115,7 +117,7 @@ class VisionTransformer(nn.Module):
             attn = build_attention(
                 attend, embed_dim, num_heads, self.patch_embed.grid_size, self.num_prefix_tokens,
                 head_dim=head_dim, attn_drop=attn_drop_rate, qkv_bias=qkv_bias, qk_norm=qk_norm,
-                proj_drop=proj_drop_rate, norm_eps=norm_eps,
+                proj_drop=proj_drop_rate, norm_eps=norm_eps, rel_pos=rel_pos,
             )  # fmt: skip
             # In the last block, a convolution only affects the logits if the head reads patches.
             mixes = mlp_conv and (pooled or layer < depth - 1)

@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 from vit.model.attention import (
     PLACE,
     Attention,
-    Grid,
     MultiHeadSelfAttention,
     for_all_heads,
     masked_softmax,
     taken,
 )
+from vit.model.positions import Grid
 
 # What constructors call their arguments.
 WIDTHS = (
@@ -74,6 +74,8 @@ def build_attention(
     arguments: dict[str, Any] = {"head_dim": head_dim, "attn_drop": attn_drop}
     arguments |= {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
     if is_whole(attention):
+        if (rel_pos := options.get("rel_pos", "none")) != "none":
+            raise ValueError(f"rel_pos: {rel_pos} must be none with a whole attention module")
         return WholeAttention(attention, dim, num_heads, **arguments)
     return MultiHeadSelfAttention(dim, num_heads, attention=attention, **arguments, **options)
 

@@ -1,0 +1,184 @@
+"""Positions that attention itself uses: how far apart two patches are, in rows and columns.
+
+What a head computes stays as it is. A kind changes its queries, keys and values, adds a bias to its
+scores, or changes its output. Prefix tokens, which have no place, are told apart from patches. Any
+grid will do, also a larger one than in training.
+
+Shapes: B batch, H heads, N tokens (prefix, then patches row by row), P patches, d head width.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Grid = tuple[int, int]  # rows and columns of patches
+REACH = 2  # offsets of `RelativePositions` go from -REACH to REACH
+TEMPERATURE = 100.0  # of `RotaryPositions`, as in arXiv 2403.13298
+
+
+def coordinates(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return row and column of each patch, (P,) each."""
+    place = torch.arange(math.prod(grid), device=device)
+    return place.div(grid[1], rounding_mode="floor"), place % grid[1]
+
+
+class Positions(nn.Module):
+    """No positions but those of the input; what other kinds may change."""
+
+    def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
+        super().__init__()
+        self.num_prefix_tokens = num_prefix_tokens
+
+    def before(
+        self, query: Tensor, key: Tensor, value: Tensor, grid: Grid
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Change queries, keys and values, (B, H, N, d)."""
+        return query, key, value
+
+    def bias(self, grid: Grid) -> Tensor | None:
+        """Return what is added to the scores of each head, (H, N, N)."""
+        return None
+
+    def after(self, heads: Tensor, grid: Grid) -> Tensor:
+        """Change the output of heads, (B, H, N, d)."""
+        return heads
+
+
+class BiasPositions(Positions):
+    """softmax(Q Kᵀ / √d + b) V, with b learned for each head and offset (arXiv 2103.14030).
+
+    The table is timm's `RelPosBias`: a row for each row offset and column offset between patches,
+    from 1 - rows to rows - 1 and from 1 - columns to columns - 1, then one for prefix to patch, for
+    patch to prefix and for prefix to prefix. In a larger grid, farther patches count as that far.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
+        super().__init__(num_heads, head_dim, grid, num_prefix_tokens)
+        self.grid = grid
+        count = (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * (num_prefix_tokens > 0)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(count, num_heads))
+
+    def bias(self, grid: Grid) -> Tensor:
+        """Return what is added to the scores of each head, (H, N, N)."""
+        table, (rows, columns) = self.relative_position_bias_table, self.grid
+        down, across = (x[:, None] - x for x in coordinates(grid, table.device))
+        down = down.clamp(1 - rows, rows - 1) + rows - 1
+        across = across.clamp(1 - columns, columns - 1) + columns - 1
+        index, prefix = down * (2 * columns - 1) + across, self.num_prefix_tokens
+        index = F.pad(index, (prefix, 0), value=len(table) - 2)  # patch to prefix
+        index = F.pad(index, (0, 0, prefix, 0), value=len(table) - 3)  # prefix to patch
+        index[:prefix, :prefix] = len(table) - 1
+        return table[index].permute(2, 0, 1)
+
+
+class RotaryPositions(Positions):
+    """Queries and keys rotated by their row and column (RoPE, arXiv 2104.09864, axial: 2403.13298).
+
+    Pairs of channels of a patch at (row, column) are turned by column ω in the first half and row ω
+    in the second, with ω = 100^(-4i / d) for the pair i. A product of two rotated vectors depends
+    on the differences of their angles only. Prefix tokens are not turned. Nothing is learned.
+
+    Raises:
+        ValueError: head_dim is not a multiple of 4.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
+        super().__init__(num_heads, head_dim, grid, num_prefix_tokens)
+        if head_dim % 4:
+            raise ValueError(f"rel_pos: rope needs a head width that 4 divides, not {head_dim}")
+        steps = torch.arange(head_dim // 4) / (head_dim // 4)
+        self.register_buffer("frequencies", TEMPERATURE**-steps, persistent=False)
+
+    frequencies: Tensor
+
+    def before(
+        self, query: Tensor, key: Tensor, value: Tensor, grid: Grid
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate queries and keys."""
+        return self.turn(query, grid), self.turn(key, grid), value
+
+    def turn(self, x: Tensor, grid: Grid) -> Tensor:
+        """Rotate queries or keys (B, H, N, d)."""
+        rows, columns = coordinates(grid, x.device)
+        angles = torch.cat([place[:, None] * self.frequencies for place in (columns, rows)], dim=1)
+        cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)  # (P, d / 2)
+        prefix, patches = x.tensor_split([self.num_prefix_tokens], dim=2)
+        first, second = patches.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = first * cosines - second * sines, first * sines + second * cosines
+        return torch.cat([prefix, torch.stack(turned, dim=-1).flatten(-2)], dim=2)
+
+
+class RelativePositions(Positions):
+    """Vectors for offsets, added to keys and values (arXiv 1803.02155), by row and by column.
+
+    Scores are qᵢ · (kⱼ + a_r + a_c) / √d and outputs Σⱼ wᵢⱼ (vⱼ + b_r + b_c). The vectors of row
+    offset r and column offset c are learned for -2 to 2; farther patches count as 2 away. Pairs
+    with a prefix token have vectors of their own. All heads share the tables.
+
+    Both are ordinary attention with wider features: query i is extended by its products with the
+    vectors of every row and column, and key and value j by ones for their row and column. The last
+    features of the output are then sums of weights by row and by column.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
+        super().__init__(num_heads, head_dim, grid, num_prefix_tokens)
+        # Rows: offsets, then from patch to prefix, and from prefix to any token.
+        shape = 2 * REACH + 1 + 2 * (num_prefix_tokens > 0), head_dim
+        self.key_rows, self.key_columns, self.value_rows, self.value_columns = (
+            nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02)) for _ in range(4)
+        )
+
+    def offsets(self, place: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return which vector each token uses for each row or column, (N, S), and ones, (N, S).
+
+        `place` is the row or column of the patches, (P,), of S = `size`; the prefix is one more.
+        """
+        prefix = self.num_prefix_tokens
+        index = (torch.arange(size, device=place.device) - place[:, None]).clamp(-REACH, REACH)
+        index, ones = index + REACH, F.one_hot(place, size)
+        if prefix:
+            index = F.pad(
+                F.pad(index, (0, 1), value=2 * REACH + 1), (0, 0, prefix, 0), value=2 * REACH + 2
+            )
+            own = F.one_hot(place.new_full((prefix,), size), size + 1)
+            ones = torch.cat([own, F.pad(ones, (0, 1))])
+        return index, ones
+
+    def before(
+        self, query: Tensor, key: Tensor, value: Tensor, grid: Grid
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Extend queries, keys and values (B, H, N, d) by rows and columns."""
+        queries, ones = [query], []
+        tables = self.key_rows, self.key_columns
+        for place, size, table in zip(coordinates(grid, query.device), grid, tables, strict=True):
+            index, own = self.offsets(place, size)
+            products = query @ table.to(query.dtype).T
+            queries.append(products.gather(-1, index.expand(*query.shape[:2], -1, -1)))
+            ones.append(own.to(query.dtype).expand(*query.shape[:2], -1, -1))
+        wide = torch.cat(queries, dim=-1)
+        wide = wide * math.sqrt(wide.shape[-1] / query.shape[-1])  # which attention divides by
+        return wide, torch.cat([key, *ones], dim=-1), torch.cat([value, *ones], dim=-1)
+
+    def after(self, heads: Tensor, grid: Grid) -> Tensor:
+        """Turn sums by row and column into sums of vectors."""
+        extra, width = int(self.num_prefix_tokens > 0), self.value_rows.shape[1]
+        output, *sums = heads.split([width, *(size + extra for size in grid)], dim=-1)
+        tables = self.value_rows, self.value_columns
+        for place, total, size, table in zip(
+            coordinates(grid, heads.device), sums, grid, tables, strict=True
+        ):
+            index = self.offsets(place, size)[0].expand_as(total)
+            by_offset = total.new_zeros(*total.shape[:-1], len(table)).scatter_add(-1, index, total)
+            output = output + by_offset @ table.to(heads.dtype)
+        return output
+
+
+# Names for `model.rel_pos`.
+REL_POS: dict[str, type[Positions]] = {
+    "none": Positions,
+    "bias": BiasPositions,
+    "rope": RotaryPositions,
+    "relative": RelativePositions,
+}
