@@ -122,6 +122,7 @@ def test_transform_that_timm_makes_is_ours(tmp_path):
     [
         ({"stem": "conv", "mlp_conv": True}, "no model.stem=conv and no model.mlp_conv=True; "),
         ({"head_dim": 4}, "it differs from timm's in blocks.0.attn.proj.weight, "),
+        ({"rel_pos": "rope"}, "timm has no model.rel_pos=rope; export to onnx or torch"),
         ({"attention": "cosine"}, "timm has no model.attention=cosine; export to onnx or torch"),
     ],
 )
@@ -147,7 +148,7 @@ def test_timm_is_refused_when_attention_was_edited(run, monkeypatch):
 
 # ONNX and torch.export.
 
-CONV = {"stem": "conv", "mlp_conv": True, "head_dim": 4, "patch_size": 2}
+CONV = {"stem": "conv", "mlp_conv": True, "head_dim": 4, "patch_size": 2, "rel_pos": "relative"}
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from vit.explain.statistics import attention_entropy, sink_mass
 from vit.model import attention, variants
 from vit.model.attention import Grid, MultiHeadSelfAttention, causal_mask
 from vit.model.config import ModelConfig
+from vit.model.positions import REL_POS
 from vit.model.variants import (
     ATTENTION,
     attention_code,
@@ -160,11 +161,15 @@ def test_everything_that_reads_attention_reads_a_variant(name, tmp_path, monkeyp
     assert_close(FORMATS["torch"].load(tmp_path / "model.pt2")(inputs), expected)
 
 
-@with_names
-def test_relevance_of_a_variant_adds_up_to_the_logit(name):
-    model = VisionTransformer(**(SMALL | POOLED), attention=name, pos_embed="none").double()
+@pytest.mark.parametrize(
+    ("name", "rel_pos"),
+    [*((name, "none") for name in NAMES), *(("dot", kind) for kind in REL_POS if kind != "none")],
+)
+def test_relevance_of_a_variant_adds_up_to_the_logit(name, rel_pos):
+    own = {"attention": name, "rel_pos": rel_pos, "pos_embed": "none"}
+    model = VisionTransformer(**(SMALL | POOLED), **own).double()
     for key, parameter in randomize(model, 0.3).named_parameters():
-        if key.endswith("bias"):
+        if key.endswith("bias") or "rel_pos.value" in key:  # added to sums
             nn.init.zeros_(parameter)
     images = draw(2, 3, 32, 32)
     target = torch.tensor([3, 7])

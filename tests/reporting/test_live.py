@@ -23,6 +23,7 @@ from vit.data.preprocess import Preprocess
 from vit.explain.interventions import Interventions, gates_of, with_gates
 from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
+from vit.model.positions import REL_POS
 from vit.model.variants import ATTENTION
 from vit.model.vit import VisionTransformer
 from vit.pretrained.load import load as load_model
@@ -41,7 +42,7 @@ from vit.tensorboard_plugin.encoding import decode_live
 
 SMALL = {"img_size": 32, "patch_size": 8, "num_classes": 5, "embed_dim": 48, "num_heads": 3}
 RGB = Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
-NAMES = ("quick", "registers", "timm")
+NAMES = ("quick", "registers", "timm", "bias", "rope", "relative")
 COUNT = 20  # random interventions for each model
 
 Case = tuple[Tensor, Tensor, Tensor]  # images, gates, keep
@@ -64,6 +65,8 @@ def untrained(name: str) -> nn.Module:
         return ours(depth=3, reg_tokens=2, qk_norm=True)
     if name == "timm":
         return timm.models.VisionTransformer(**SMALL, depth=3, global_pool="avg")
+    if name in REL_POS:
+        return ours(depth=2, reg_tokens=1, rel_pos=name)
     return ours(depth=2, attention=name)
 
 

@@ -33,7 +33,7 @@ INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
 # arguments are replaced by those of the model.
 TIMM_ARCHITECTURES = {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"}
 # Settings that timm's Vision Transformer does not have, and what it does instead.
-IN_TIMM = {"stem": "linear", "mlp_conv": False, "attention": "dot"}
+IN_TIMM = {"stem": "linear", "mlp_conv": False, "attention": "dot", "rel_pos": "none"}
 CROP_MODES = {"crop": "center", "pad": "border", "squash": "squash"}  # timm's words for `fit`
 TRACED_BATCH = 2  # torch.export takes a batch of 1 for a constant
 
