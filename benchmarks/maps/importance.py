@@ -24,14 +24,13 @@ from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.classifier import Classifier
 from vit.commands.config import HeadsConfig
 from vit.commands.heads import load_held_out
-from vit.explain.importance import as_grid
 from vit.explain.maps import layout_of
 from vit.explain.rollout import attention_rollout
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.hardware import cores_to_use
 from vit.model.attention_model import require_attention
 from vit.pretrained.load import load
-from vit.reporting.heads import measure_groups
+from vit.reporting.heads import as_grid, measure_groups
 
 BATCH = 50  # images whose attention weights are in memory at once
 

@@ -29,7 +29,6 @@ from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
 from vit.explain.figures import attention_picture, captions_of
-from vit.explain.importance import as_grid
 from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.lens import logit_lens
 from vit.explain.maps import MAP_KINDS, attention_maps
@@ -42,7 +41,7 @@ from vit.reporting import attention_records as module
 from vit.reporting.add_attention import add_attention
 from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.attention_records import attention_records, explained_classes
-from vit.reporting.heads import measure_groups
+from vit.reporting.heads import as_grid, measure_groups
 from vit.tensorboard_plugin.encoding import LIVE_TAG, LIVE_WEIGHTS_TAG, decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG, Record
 

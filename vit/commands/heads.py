@@ -7,11 +7,10 @@ from vit.commands.config import HeadsConfig
 from vit.console import counted, printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
-from vit.explain.importance import Effect
 from vit.files import write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
-from vit.reporting.heads import draw_heads, measure_groups
+from vit.reporting.heads import Effect, draw_heads, measure_groups, ranked
 from vit.reporting.loading import load_run, load_split, results_folder
 from vit.reporting.tables import text_table
 from vit.run.folder import HEADS_FILE, HEADS_PICTURE
@@ -52,7 +51,7 @@ def as_table(groups: dict[str, list[Effect]]) -> str:
     rows = [["muted", "fall in probability", "fall in accuracy"]]
     for part, effects in groups.items():
         lines = []
-        for effect in sorted(effects, key=lambda effect: effect.probability[0], reverse=True):
+        for effect in ranked(effects):
             named = [f"layer {layer} head {head}" for layer, head in effect.heads]
             name = f"layer {effect.heads[0][0]}" if part == "layers" else " and ".join(named)
             (mean, half), (points, spread) = effect.probability, effect.accuracy

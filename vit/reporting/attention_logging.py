@@ -14,11 +14,10 @@ from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.evaluation import Setup
 from vit.explain.figures import attention_picture, captions_of, statistics_picture
-from vit.explain.importance import as_grid
 from vit.explain.statistics import largest_patch_norm
 from vit.model.attention_model import attention_model, require_attention
 from vit.reporting.attention_records import attention_records, read_frames
-from vit.reporting.heads import draw_heads, measure_groups
+from vit.reporting.heads import as_grid, draw_heads, measure_groups
 from vit.reporting.live import LiveLog
 from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES, ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import frames_summary, summaries

@@ -1,42 +1,29 @@
 """What muting heads costs; test_live.py compares muted models with hooks."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from models import save_untrained
 from vit.commands.config import HeadsConfig
 from vit.commands.heads import as_table
 from vit.commands.heads import run as measure_run
 from vit.data.datasets import load_training
-from vit.explain.importance import (
-    Effect,
-    as_grid,
-    layers_of,
-    measure_heads,
-    pairs_of_largest,
-    single_heads,
-    true_class,
-)
 from vit.pretrained.load import load as load_model
+from vit.reporting.heads import Effect, as_grid, effect_of, ranked, true_class
 
 
 def test_falls_are_paired_and_by_hand() -> None:
-    """A stand-in for a model: muting head (0, 0) turns the logits of two of four images around."""
+    """Muting head (0, 0) turns the logits of two of four images around."""
     labels, sure = torch.tensor([0, 1, 0, 1]), torch.log(torch.tensor([[0.9, 0.1]]))
     right = torch.cat([sure, sure.flip(1), sure, sure.flip(1)])
     wrong = torch.cat([right[:2], right[2:].flip(1)])
-
-    def classify(gates: Tensor) -> Tensor:
-        return right if gates[0, 0] else wrong
-
-    unmuted = true_class(right, labels)
-    (effect,) = measure_heads(classify, torch.ones(2, 3), labels, [((0, 0),)], unmuted)
+    effect = effect_of(((0, 0),), true_class(right, labels), true_class(wrong, labels))
     spread = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64).std().item()
     half = 1.959964 * spread / 2
     assert effect.accuracy == pytest.approx((0.5, half))
@@ -46,13 +33,10 @@ def test_falls_are_paired_and_by_hand() -> None:
     assert hits.tolist() == [1, 1, 0, 0]
 
 
-def test_groups() -> None:
-    assert single_heads(2, 2) == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
-    assert layers_of(2, 2) == [((0, 0), (0, 1)), ((1, 0), (1, 1))]
+def test_effects_as_a_grid_and_ranked() -> None:
     falls = {(0, 0): 0.1, (0, 1): -0.2, (1, 0): 0.3, (1, 1): 0.2}
     effects = [Effect((head,), (fall, 0.0), (0.0, 0.0)) for head, fall in falls.items()]
-    assert pairs_of_largest(effects, 2) == [((1, 0), (1, 1))]
-    assert len(pairs_of_largest(effects, 3)) == 3
+    assert [effect.heads[0] for effect in ranked(effects)] == [(1, 0), (1, 1), (0, 0), (0, 1)]
     torch.testing.assert_close(as_grid(effects), torch.tensor([[0.1, -0.2], [0.3, 0.2]]))
 
 
@@ -63,18 +47,25 @@ def saved_run(out: Path, val_size: int) -> Path:
 
 def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None:
     run = saved_run(tmp_path / "run", 20)
-    measure_run(str(run), HeadsConfig(device="cpu", precision="float32", pairs=2))
+    measure_run(str(run), HeadsConfig(device="cpu", precision="float32", pairs=3))
     content = json.loads((run / "eval/heads.json").read_text())
     assert content["images"] == 20
-    assert [len(content[part]) for part in ("heads", "layers", "pairs")] == [6, 2, 1]
+    muted = {part: [row["heads"] for row in content[part]] for part in ("heads", "layers", "pairs")}
+    layers = [[[layer, head] for head in range(3)] for layer in range(2)]
+    assert muted["layers"] == layers
+    assert muted["heads"] == [[head] for layer in layers for head in layer]
+    falls = [row["probability"][0] for row in content["heads"]]
+    largest = sorted(np.argsort(falls)[-3:].tolist())
+    pairs = [[*muted["heads"][a], *muted["heads"][b]] for a, b in combinations(largest, 2)]
+    assert muted["pairs"] == pairs
     saved = load_model(run, "cpu", "float32")
     _, held_out = load_training(saved.config.data, saved.config.train.seed)
     classifier, labels = saved, held_out.labels[:, None]
     before = classifier.logits(held_out.pixels()).softmax(dim=1).gather(1, labels)
     saved.model.blocks[1].attn.proj.weight.data[:, 8:16] = 0
     after = classifier.logits(held_out.pixels()).softmax(dim=1).gather(1, labels)
-    found = next(row for row in content["heads"] if row["heads"] == [[1, 1]])
-    assert found["probability"][0] == pytest.approx((before - after).mean().item(), abs=1e-5)
+    row = next(row for row in content["heads"] if row["heads"] == [[1, 1]])
+    assert row["probability"][0] == pytest.approx((before - after).mean().item(), abs=1e-5)
     with Image.open(run / "eval/heads.png") as picture:
         assert picture.width > 300
 
