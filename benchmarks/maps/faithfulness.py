@@ -22,8 +22,8 @@ from vit.data.sampling import balanced_subset
 from vit.explain.kinds import ALL_KINDS
 from vit.model_file import SavedModel
 from vit.pretrained.load import load as load_model
+from vit.reporting.faithfulness import BASELINES, METRICS, Table, score_maps
 from vit.reporting.loading import load_test
-from vit.reporting.map_faithfulness import BASELINES, METRICS, Table, score_maps
 
 BATCH = MapsConfig().batch_size  # images per forward pass, as in eval.py
 SHOWN = ("deletion", "insertion", "lerf_morf", "over_centred")

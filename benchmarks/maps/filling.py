@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.explain.faithfulness import Filling, mean_colour
+from vit.explain.references import mean_colour
+from vit.reporting.faithfulness import Filling
 from vit.seeding import generator
 
 FILLINGS = {

@@ -36,10 +36,11 @@ from vit.commands.train import train
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
 from vit.explain.canvas import Panel, overlay, table
-from vit.explain.faithfulness import pointing_game, to_patches
 from vit.explain.kinds import ALL_KINDS
 from vit.explain.maps import MAP_KINDS, bar_of
+from vit.explain.references import to_patches
 from vit.intervals import mean_interval
+from vit.reporting.faithfulness import pointing_game
 from vit.run.folder import MODEL_FILE
 from vit.seeding import fold_in, generator
 

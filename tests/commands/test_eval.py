@@ -19,12 +19,12 @@ from torch import Tensor
 from small_runs import load
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS
-from vit.explain.faithfulness import baselines, pointing_game
 from vit.explain.kinds import RolloutOptions
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.intervals import mean_interval
 from vit.model_file import SavedModel
 from vit.pretrained.load import load as load_model
+from vit.reporting.faithfulness import baselines, pointing_game
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again

@@ -21,13 +21,13 @@ from zennit.rules import Pass, ZPlus
 from zennit.types import Activation, Convolution
 
 from models import PLAIN
-from vit.explain.faithfulness import baselines, faithfulness, hiding_curves, pointing_game
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
 from vit.explain.maps import attention_maps, layout_of
 from vit.explain.rollout import attention_rollout
 from vit.intervals import mean_interval
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
+from vit.reporting.faithfulness import baselines, faithfulness, hiding_curves, pointing_game
 
 VARIANTS = {
     "registers": {"reg_tokens": 2},

@@ -22,9 +22,9 @@ from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
 from vit.reporting.attention_records import add_frames, add_record, attention_records, read_frames
+from vit.reporting.faithfulness import as_table, measure_maps
 from vit.reporting.live import add_live
 from vit.reporting.loading import has_keys, load_run, load_test, require_replaceable, results_folder
-from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.run.folder import (
     ATTENTION_FILES,
     ATTENTION_FOLDER,

@@ -7,15 +7,30 @@ Each takes a function from normalized images to logits (B, C), images (B, channe
 the grid (rows, columns) of patches, and the explained classes (B,) int64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
-from vit.explain.faithfulness import mean_colour, to_patches, to_pixels
 from vit.seeding import generator
 
 Classify = Callable[[Tensor], Tensor]
+
+
+def to_pixels(patches: Tensor, size: Sequence[int]) -> Tensor:
+    """Enlarge values of patches (B, rows, columns) to a height and width: (B, 1, H, W)."""
+    tall = patches.repeat_interleave(size[0] // patches.shape[1], dim=1)
+    return tall.repeat_interleave(size[1] // patches.shape[2], dim=2)[:, None]
+
+
+def to_patches(maps: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Average maps of pixels (B, height, width) over each patch; leave (B, rows, columns) as is."""
+    return nn.functional.adaptive_avg_pool2d(maps[:, None], grid)[:, 0]
+
+
+def mean_colour(images: Tensor, hidden: Tensor) -> Tensor:
+    """Replace hidden pixels by the mean colour of the training images."""
+    return images.masked_fill(hidden, 0.0)
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from benchmarks.maps import faithfulness as bench
 from models import save_untrained
 from vit.data.sampling import balanced_subset
 from vit.pretrained.load import load as load_model
+from vit.reporting.faithfulness import measure_maps
 from vit.reporting.loading import load_test
-from vit.reporting.map_faithfulness import measure_maps
 
 
 @pytest.fixture(scope="module")
