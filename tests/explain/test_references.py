@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import PLAIN
-from vit.explain.lens import logit_lens
+from vit.explain.interventions import logit_lens
 from vit.explain.maps import attention_maps
 from vit.explain.references import integrated_gradients, occlusion, rise, to_patches
 from vit.model.attention_model import prefix_names, require_attention

@@ -29,8 +29,8 @@ from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
 from vit.explain.figures import attention_picture, captions_of
+from vit.explain.interventions import logit_lens
 from vit.explain.kinds import ALL_KINDS, RolloutOptions
-from vit.explain.lens import logit_lens
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention

@@ -20,8 +20,7 @@ from attention_tab import plugin_of
 from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
-from vit.explain.interventions import Interventions, gates_of, with_gates
-from vit.explain.lens import logit_lens
+from vit.explain.interventions import Interventions, gates_of, logit_lens, with_gates
 from vit.model.attention_model import require_attention
 from vit.model.positions import REL_POS
 from vit.model.variants import ATTENTION

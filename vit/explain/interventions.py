@@ -1,21 +1,48 @@
-"""What a model would say without some of its heads, or without some patches of the image.
+"""What a model would say after an earlier layer, without some heads, or without some patches.
 
 Shapes: B batch, N tokens (prefix, then patches), P patches, D token width, H heads, L layers, C
 classes.
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.whole_attention import WholeAttention
 
 Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens: see `Interventions`
+Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+@torch.no_grad()
+def logit_lens(read_tokens: Read, tokens: Sequence[Tensor], k: int = 3) -> tuple[Tensor, Tensor]:
+    """Read the tokens of every layer with the final norm and the head (the logit lens).
+
+    After nostalgebraist, "interpreting GPT: the logit lens" (LessWrong, 2020); see also arXiv
+    2303.08112. The head was trained on the last layer's tokens only, so for earlier ones the result
+    is no real prediction.
+
+    Args:
+        read_tokens: The method of a model in evaluation mode, see `VisionTransformer.read_tokens`.
+        tokens: L outputs of the blocks, (B, N, D), from `forward_intermediates`.
+        k: Number of classes to keep, C at most.
+
+    Returns:
+        The most probable classes, int64, best first, and their probabilities, float32, (L, B, T, k)
+        each. The first of the T readings is what the head reads, such as the class token or the
+        mean of the patches; then come the N tokens, each read alone, if the head can do that.
+    """
+    best = []
+    for layer in tokens:
+        pooled, alone = read_tokens(layer)
+        logits = pooled[:, None] if alone is None else torch.cat([pooled[:, None], alone], dim=1)
+        best.append(logits.float().softmax(dim=-1).topk(min(k, logits.shape[-1])))
+    return torch.stack([b.indices for b in best]), torch.stack([b.values for b in best])
 
 
 class Interventions(nn.Module):

@@ -22,8 +22,8 @@ from vit.console import printable
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.explain.features import coordinates, fit_frames
+from vit.explain.interventions import logit_lens
 from vit.explain.kinds import RolloutOptions
-from vit.explain.lens import logit_lens
 from vit.explain.lrp import token_relevance
 from vit.explain.maps import DEFAULTS, MAP_KINDS, layout_of, map_of, patches_of, title_of
 from vit.explain.rollout import attention_gradients
