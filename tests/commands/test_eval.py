@@ -199,9 +199,11 @@ def test_faithfulness_is_measured_unless_images_are_chosen(call, demo, tmp_path,
         counts.append(len(images))
         return {}
 
-    monkeypatch.setattr("vit.commands.maps.measure_maps", measure)
+    monkeypatch.setattr("vit.commands.maps.score_maps", measure)
     for number, words in enumerate([("--indices", 3), ("--probes", 1)]):
-        assert call(demo, "maps", *words, "--out", tmp_path / str(number)).code == 0
+        assert (
+            call(demo, "maps", *words, "--kinds", "raw", "--out", tmp_path / str(number)).code == 0
+        )
     assert counts == [500]
 
 

@@ -1,15 +1,15 @@
 """The benchmark of maps and fillings: its scores and its tables."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.maps import faithfulness as bench
 from models import save_untrained
-from vit.data.sampling import balanced_subset
+from vit.commands.config import MapsConfig
+from vit.commands.maps import run as draw_maps
 from vit.pretrained.load import load as load_model
-from vit.reporting.faithfulness import measure_maps
-from vit.reporting.loading import load_test
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +20,18 @@ def run(tmp_path_factory) -> Path:
     return save_untrained(out, model, classes=tuple("0123456789"), data=data)
 
 
-def test_scores_with_mean_filling_are_those_of_eval(run, capsys):
+def test_scores_with_mean_filling_are_those_of_eval(run, tmp_path, capsys):
     saved, kinds = load_model(run), ["rollout", "lrp_pixels", "occlusion"]
-    test = load_test(saved)
-    chosen = test.select(balanced_subset(test.labels, 12, 0, "eval.faithfulness"))
-    table = measure_maps(saved, chosen, kinds, 500, 0)
+    draw_maps(str(run), MapsConfig(kinds=kinds, probes=1, faithfulness=12, out=str(tmp_path)))
+    table = json.loads((tmp_path / "attention/faithfulness.json").read_text())["maps"]
     bench.main([str(run), "--images", "12", "--fillings", "mean", "other", "--kinds", *kinds])
     text = capsys.readouterr().out
     mean, half = table["lrp_pixels"]["over_centred"]
     row = text[text.index("| layer-wise relevance of pixels") :].split("\n")[0]
     assert row.endswith(f"| {mean:.3f} ± {half:.3f} |") and "12 digits test images" in text
     assert text.count("| occlusion |") == 3 and f"### {run}, another image" in text
-    found = bench.measure(saved, kinds, ["mean", "other"], 12, 0)
-    assert found["mean"] == table and found["other"] != table
+    measured = json.loads(json.dumps(bench.measure(saved, kinds, ["mean", "other"], 12, 0)))
+    assert measured["mean"] == table and measured["other"] != table
 
 
 def test_ranks_by_hand():

@@ -1,6 +1,6 @@
 """`eval.py RUN maps`: attention of test images as sheets, maps and an index."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
 from vit.reporting.attention_records import add_frames, add_record, attention_records, read_frames
-from vit.reporting.faithfulness import as_table, measure_maps
+from vit.reporting.faithfulness import as_table, score_maps
 from vit.reporting.live import add_live
 from vit.reporting.loading import has_keys, load_run, load_test, require_replaceable, results_folder
 from vit.run.folder import (
@@ -34,7 +34,6 @@ from vit.run.folder import (
     TABLE_FILE,
 )
 from vit.run.tracker import event_writer, picture_tag
-from vit.tensorboard_plugin.records import Record
 
 LIVE_MB = 100  # for the model, which the Attention tab can run
 
@@ -67,7 +66,12 @@ def run(name: str, options: MapsConfig) -> None:
     if count:
         say(f"\nmeasuring faithfulness on {count:,} randomly chosen test images")
         chosen = choose_images(test, count, options.seed, "eval.faithfulness")
-        table = measure_maps(saved, chosen, kinds, options.batch_size, options.seed, rollout)
+        batch_size = options.batch_size
+        logits, maps = saved.maps(
+            chosen.pixels(), kinds, None, saved.precision, batch_size, rollout
+        )
+        predicted = logits.argmax(dim=1)
+        table = score_maps(saved, chosen, maps, predicted, batch_size, options.seed)
         content = {"model": str(saved.path), "images": count, "rollout": asdict(rollout)}
         write_json(folder / TABLE_FILE, {**content, "maps": table})
         say(f"\n{as_table(table, count)}\n\nwrote {printable(folder / TABLE_FILE)}")
@@ -180,27 +184,21 @@ def _write_records(
     frames = read_frames(saved, test, saved.config.train.seed)
     if frames is not None:
         add_frames(writer, frames, saved.step)
-    layout, heads = layout_of(require_attention(saved.model), *saved.preprocess.image_size), []
-    prefix = layout.num_prefix_tokens
-
-    def records() -> Iterator[Record | None]:
-        for attention, batch in attention_records(
-            saved, images, frames=frames, target=target, rollout=rollout
-        ):
-            weights = attention.weights
-            heads.append(head_maps(weights, readout=layout.readout, num_prefix_tokens=prefix))
-            yield from batch
-
+    layout = layout_of(require_attention(saved.model), *saved.preprocess.image_size)
+    prefix, names = layout.num_prefix_tokens, iter(_names(indices))
+    heads: list[Tensor] = []
     features: list[Tensor] = []
-    for name, record in zip(_names(indices), records(), strict=True):
-        if record is None:  # a number is not finite
-            continue
-        add_record(writer, f"attention/{name}", record, saved.step)
-        if record.features is not None:
-            features.append(torch.from_numpy(record.features))
-            grid = record.details.grid
+    batches = attention_records(saved, images, frames=frames, target=target, rollout=rollout)
+    for attention, records in batches:
+        weights = attention.weights
+        heads.append(head_maps(weights, readout=layout.readout, num_prefix_tokens=prefix))
+        for record, name in zip(records, names, strict=False):
+            if record is not None:  # all its numbers are finite
+                add_record(writer, f"attention/{name}", record, saved.step)
+                if record.features is not None:
+                    features.append(torch.from_numpy(record.features))
     if features and len(features) == len(indices):
-        sheet = features_picture(images.pixels(), torch.stack(features), grid)
+        sheet = features_picture(images.pixels(), torch.stack(features), layout.grid)
         write_picture(Path(writer.log_dir) / FEATURES_FILE, sheet)
     if saved.config.track.live_mb:
         add_live(writer, saved, images.pixels(), saved.step, LIVE_MB)

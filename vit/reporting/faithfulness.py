@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.explain.kinds import ALL_KINDS, RolloutOptions
-from vit.explain.maps import DEFAULTS
+from vit.explain.kinds import ALL_KINDS
 from vit.explain.references import mean_colour, to_patches, to_pixels
 from vit.intervals import mean_interval
 from vit.model.attention_model import require_attention
@@ -36,21 +35,6 @@ METRICS = {  # the arrow says whether lower or higher is better
 
 Filling = Callable[[Tensor, Tensor], Tensor]  # images, hidden pixels (B, 1, H, W) -> images
 Table = dict[str, dict[str, tuple[float, float]]]  # mean and half the width of its 95% interval
-
-
-def measure_maps(
-    classifier: Classifier,
-    images: ImageSet,
-    kinds: Sequence[str],
-    batch_size: int,
-    seed: int,
-    rollout: RolloutOptions = DEFAULTS,
-) -> Table:
-    """Measure the faithfulness of kinds of map for the predicted class, see `score_maps`."""
-    logits, maps = classifier.maps(
-        images.pixels(), kinds, None, classifier.precision, batch_size, rollout
-    )
-    return score_maps(classifier, images, maps, logits.argmax(dim=1), batch_size, seed)
 
 
 def score_maps(
@@ -175,7 +159,7 @@ def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def as_table(table: Table, count: int) -> str:
-    """Format the result of `measure_maps` as text."""
+    """Format the result of `score_maps` as text."""
     metrics = [m for m in METRICS if any(m in values for values in table.values())]
     rows = [["map", *(METRICS[metric] for metric in metrics)]]
     for kind, values in table.items():
