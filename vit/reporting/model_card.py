@@ -5,6 +5,7 @@ import json
 import shlex
 import textwrap
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -21,43 +22,6 @@ from vit.reporting.tables import markdown, metrics_table, read_report
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 
 LIBRARY = "vit-from-scratch"
-CARD = """---
-{metadata}
----
-
-# {name}
-
-A Vision Transformer with {weights:,} weights that classifies {size} images.
-
-{count} classes: {classes}.
-
-Trained with {library}, which loads it and shows what it attends to:
-
-```python
-import vit
-
-classifier = vit.load({place})
-classifier.predict("photo.jpg")
-classifier.explain("photo.jpg")
-```
-
-## Training
-
-{steps:,} optimizer steps on `{data}`, with the settings in config.json.
-
-## Results
-
-{results}
-
-## Limits
-
-The model assigns one of its {count} classes to every image, even to images of none of them. The
-results hold for images like the test images; on others, accuracy can be considerably lower.
-
-## Licence
-
-None is stated yet. Choose one, and write it into the metadata at the top of this file.
-"""
 
 
 def write_hub(saved: SavedModel, folder: Path) -> None:
@@ -113,16 +77,17 @@ def model_card(saved: SavedModel) -> str:
             tables += f"\n\n{calibration_table(report['calibration'])}"
         # Indented, because a class could be named ``` and end a fence.
         results = f"On {report['n']:,} test images:\n\n{textwrap.indent(tables, '    ')}"
-    return CARD.format(
+    template = Template(Path(__file__).with_suffix(".md").read_text("utf-8"))
+    return template.substitute(
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=markdown(saved.name),
         place=json.dumps(f"{HUB}OWNER/{saved.name}"),
-        weights=sum(weight.numel() for weight in saved.model.parameters()),
+        weights=f"{sum(weight.numel() for weight in saved.model.parameters()):,}",
         size=sides((*saved.preprocess.image_size, saved.preprocess.channels)),
         count=len(saved.classes),
         classes=markdown(", ".join(saved.classes)),
         library=LIBRARY,
-        steps=saved.step,
+        steps=f"{saved.step:,}",
         data=data,
         results=results,
     )
