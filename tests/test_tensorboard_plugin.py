@@ -47,7 +47,7 @@ from attention_tab import (
 from models import grey_classifier
 from vit.explain.rollout import attention_rollout
 from vit.reporting.add_attention import add_attention
-from vit.reporting.attention_records import add_record
+from vit.reporting.attention_records import add_summary
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
     decode_details,
@@ -491,7 +491,7 @@ def test_tensorboard_has_the_tab_and_its_loaders_read_records(
             with SummaryWriter(str(run), purge_step=first) as writer:
                 for step in steps:
                     records[step] = make_record(step + 100 * first)
-                    add_record(writer, "photo", records[step], step)
+                    add_summary(writer, summaries("photo", records[step]), step)
             wait(run.name, steps[-1])
         for loader in (ask, asker(logs[0])):
             (image,) = json.loads(loader("images", run=run.name).data)["images"]

@@ -38,9 +38,9 @@ def colour(values: np.ndarray, bar: Bar) -> np.ndarray:
     return table_of(name)[steps.astype(np.uint8)]
 
 
-def as_pixels(image: "Tensor") -> np.ndarray:
-    """Turn an image (channels, H, W) uint8 into pixels (H, W, 3)."""
-    return as_rgb(image.permute(1, 2, 0).cpu().numpy())
+def as_pixels(images: "Tensor") -> np.ndarray:
+    """Turn images (..., channels, H, W) uint8 into pixels (..., H, W, 3)."""
+    return as_rgb(images.movedim(-3, -1).cpu().numpy())
 
 
 def as_rgb(pixels: np.ndarray) -> np.ndarray:

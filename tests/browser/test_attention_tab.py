@@ -45,9 +45,9 @@ from vit.data.images import ImageSet
 from vit.explain.rollout import attention_rollout
 from vit.pretrained.load import load as load_model
 from vit.reporting.add_attention import add_attention
-from vit.reporting.attention_records import add_record, attention_records
+from vit.reporting.attention_records import add_summary, attention_records
 from vit.reporting.live import add_live
-from vit.tensorboard_plugin.encoding import live_summary, live_weights
+from vit.tensorboard_plugin.encoding import live_summary, live_weights, summaries
 from vit.tensorboard_plugin.records import Record
 
 pytestmark = pytest.mark.slow
@@ -613,7 +613,7 @@ def logged(logs: Path) -> Logged:
             for _, records in attention_records(models[step], probes):
                 for number, record in enumerate(records):
                     assert record is not None
-                    add_record(writer, PROBE.format(number), record, step)
+                    add_summary(writer, summaries(PROBE.format(number), record), step)
             if step:
                 add_live(writer, models[step], pixels, step)
     return Logged(pixels, models)

@@ -21,7 +21,7 @@ from vit.explain.rollout import check_rollout_options, head_maps
 from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
-from vit.reporting.attention_records import add_frames, add_record, attention_records, read_frames
+from vit.reporting.attention_records import add_summary, attention_records, read_frames
 from vit.reporting.faithfulness import as_table, score_maps
 from vit.reporting.live import add_live
 from vit.reporting.loading import has_keys, load_run, load_test, require_replaceable, results_folder
@@ -34,6 +34,7 @@ from vit.run.folder import (
     TABLE_FILE,
 )
 from vit.run.tracker import event_writer, picture_tag
+from vit.tensorboard_plugin.encoding import frames_summary, summaries
 
 LIVE_MB = 100  # for the model, which the Attention tab can run
 
@@ -183,7 +184,7 @@ def _write_records(
     images = test.select(indices).in_memory()
     frames = read_frames(saved, test, saved.config.train.seed)
     if frames is not None:
-        add_frames(writer, frames, saved.step)
+        add_summary(writer, frames_summary(frames.numpy()), saved.step)
     layout = layout_of(require_attention(saved.model), *saved.preprocess.image_size)
     prefix, names = layout.num_prefix_tokens, iter(_names(indices))
     heads: list[Tensor] = []
@@ -194,7 +195,7 @@ def _write_records(
         heads.append(head_maps(weights, readout=layout.readout, num_prefix_tokens=prefix))
         for record, name in zip(records, names, strict=False):
             if record is not None:  # all its numbers are finite
-                add_record(writer, f"attention/{name}", record, saved.step)
+                add_summary(writer, summaries(f"attention/{name}", record), saved.step)
                 if record.features is not None:
                     features.append(torch.from_numpy(record.features))
     if features and len(features) == len(indices):

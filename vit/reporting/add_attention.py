@@ -17,8 +17,9 @@ from vit.classifier import Classifier
 from vit.explain.features import coordinates, fit_frames
 from vit.explain.kinds import ALL_KINDS
 from vit.explain.rollout import attention_rollout
-from vit.reporting.attention_records import add_frames, add_record, image_records
+from vit.reporting.attention_records import add_summary, image_records
 from vit.reporting.live import add_live
+from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import Map
 
 SUM_TOLERANCE = 0.01  # of a row of weights; what bfloat16 needs
@@ -87,10 +88,10 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         pixels, layers, grid, prefix, logits, features, fields, readout=readout, classes=names
     )
     if frames is not None:
-        add_frames(writer, frames, step, f"{tag}/frames")
+        add_summary(writer, frames_summary(frames.numpy(), f"{tag}/frames"), step)
     for number, record in enumerate(records):
         name = tag if len(records) == 1 else f"{tag}_{number:02d}"
-        add_record(writer, name, replace(record, frames=f"{tag}/frames"), step)
+        add_summary(writer, summaries(name, replace(record, frames=f"{tag}/frames")), step)
     if model is not None:
         add_live(writer, model, torch.from_numpy(pixels).permute(0, 3, 1, 2), step)
 

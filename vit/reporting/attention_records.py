@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.colours import as_rgb
+from vit.colours import as_pixels
 from vit.console import printable
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
@@ -30,9 +31,7 @@ from vit.explain.rollout import attention_gradients
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import prefix_names, require_attention
 from vit.parallel import map_on_cores
-from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import (
-    FRAMES_TAG,
     LENS_CLASSES,
     MAX_WEIGHTS,
     TOP_CLASSES,
@@ -166,10 +165,9 @@ def _records(
     patches = [layer[:, layout.num_prefix_tokens :] for layer in attention.tokens]
     fields: list[dict[str, Any]] = []
     for row, label in enumerate(images.labels.tolist()):
-        lens = None
-        if classes.shape[2] > 1:  # else a token cannot be read alone
-            best, values = classes[:, row].tolist(), probabilities[:, row].tolist()
-            lens = Lens(classes=best, probabilities=values)
+        best, values = classes[:, row].tolist(), probabilities[:, row].tolist()
+        can_read = classes.shape[2] > 1  # a token alone
+        lens = Lens(classes=best, probabilities=values) if can_read else None
         maps = [
             Map(
                 kind=kind, title=title_of(kind, rollout), signed=MAP_KINDS[kind].signed,
@@ -182,7 +180,7 @@ def _records(
         fields.append({"name": name, "label": label, "maps": maps, "lens": lens})
     features = None if frames is None else coordinates(patches, frames)
     return [*image_records(
-        as_rgb(pixels.permute(0, 2, 3, 1).cpu().numpy()), [w.cpu() for w in attention.weights],
+        as_pixels(pixels), [w.cpu() for w in attention.weights],
         layout.grid, prefix_names(classifier.model), attention.logits.cpu(), features, fields,
         readout=layout.readout, classes=list(classifier.classes),
     )]  # fmt: skip
@@ -236,11 +234,6 @@ def image_records(
     return records
 
 
-def add_record(writer: SummaryWriter, tag: str, record: Record, step: int) -> None:
-    """Write the record of an image at a step."""
-    writer._get_file_writer().add_summary(summaries(tag, record), step)
-
-
-def add_frames(writer: SummaryWriter, frames: Tensor, step: int, tag: str = FRAMES_TAG) -> None:
-    """Write the frames of features, (L, K, D), under the tag that records name."""
-    writer._get_file_writer().add_summary(frames_summary(frames.numpy(), tag), step)
+def add_summary(writer: SummaryWriter, summary: Summary, step: int) -> None:
+    """Write a summary that is complete with its tags, such as that of a record, at a step."""
+    writer._get_file_writer().add_summary(summary, step)

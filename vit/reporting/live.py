@@ -33,6 +33,7 @@ from vit.classifier import Classifier
 from vit.console import shorten, warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
+from vit.reporting.attention_records import add_summary
 from vit.reporting.export_formats import to_onnx, trace
 from vit.reporting.loading import missing_packages, require_packages
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
@@ -162,7 +163,7 @@ def add_live(
     log = _logs.setdefault(writer, LiveLog(megabytes))
     pixels = classifier.preprocess.resize_all(images.cpu())
     for summary in log.summaries(classifier, pixels, step):
-        writer._get_file_writer().add_summary(summary, step)
+        add_summary(writer, summary, step)
 
 
 _logs: WeakKeyDictionary[SummaryWriter, LiveLog] = WeakKeyDictionary()
