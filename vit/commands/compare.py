@@ -22,14 +22,7 @@ from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
 from vit.model_file import SavedModel
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import (
-    has_keys,
-    load_run,
-    load_test,
-    require_packages,
-    require_replaceable,
-    results_folder,
-)
+from vit.reporting.loading import load_run, load_test, require_own, require_packages, results_folder
 from vit.reporting.tables import markdown, markdown_table, with_interval
 from vit.settings import changed_keys
 
@@ -113,8 +106,8 @@ def _own_folder(
     digest = hashlib.sha256("\0".join(places).encode(errors="surrogateescape")).hexdigest()[:8]
     name = f"compare_{'_'.join(names[1:])[:LONGEST_NAME]}_{digest}"  # file systems allow 255 bytes
     folder = results_folder(first, options.out, name)
-    is_own = has_keys(folder / "comparison.json", {"models", "options"})
-    require_replaceable(is_own, folder.glob("comparison.*"), "is not of a comparison")
+    keys = {"models", "options"}
+    require_own(folder, "comparison.json", keys, ["comparison.*"], "a comparison")
     return folder
 
 

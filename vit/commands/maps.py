@@ -24,7 +24,7 @@ from vit.model_file import SavedModel
 from vit.reporting.attention_records import add_summary, attention_records, read_frames
 from vit.reporting.faithfulness import as_table, score_maps
 from vit.reporting.live import add_live
-from vit.reporting.loading import has_keys, load_run, load_test, require_replaceable, results_folder
+from vit.reporting.loading import load_run, load_test, require_own, results_folder
 from vit.run.folder import (
     ATTENTION_FILES,
     ATTENTION_FOLDER,
@@ -88,8 +88,7 @@ def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
 
 def _empty_folder(folder: Path) -> None:
     """Create a folder for maps, or delete an earlier call's files except faithfulness.json."""
-    is_own = has_keys(folder / INDEX_FILE, {"readout", "maps", "images"})
-    require_replaceable(is_own, folder.glob("*"), "is not of maps")
+    require_own(folder, INDEX_FILE, {"readout", "maps", "images"}, ["*"], "maps")
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in set(ATTENTION_FILES) - {TABLE_FILE}:
         for path in folder.glob(pattern):

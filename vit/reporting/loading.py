@@ -74,11 +74,19 @@ def require_replaceable(is_own: bool, paths: Iterable[Path], why: str) -> None:
         raise ValueError(f"out: {path} exists and {why}; move it away, or use another --out")
 
 
-def has_keys(file: Path, keys: set[str]) -> bool:
-    """Tell whether a file is a JSON object with the keys by which results are recognized."""
+def require_own(
+    folder: Path, file: str, keys: set[str], patterns: Iterable[str], name: str
+) -> None:
+    """Raise ValueError if files in a folder match the patterns and are not a command's own.
+
+    They are its own if `file`, among them, is a JSON object with the keys; `name` is their name.
+    """
+    is_own = False
     with contextlib.suppress(OSError, ValueError):
-        return keys <= parse(dict[str, Any], require_file(file).read_bytes(), file).keys()
-    return False
+        data = require_file(folder / file).read_bytes()
+        is_own = keys <= parse(dict[str, Any], data, file).keys()
+    paths = (path for pattern in patterns for path in folder.glob(pattern))
+    require_replaceable(is_own, paths, f"is not of {name}")
 
 
 def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:

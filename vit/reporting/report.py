@@ -19,7 +19,7 @@ from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import require_file, write_json, write_picture, write_table
 from vit.reporting.calibration import make_sets, measure_calibration, measure_sets, with_sets
-from vit.reporting.loading import has_keys, require_replaceable
+from vit.reporting.loading import require_own
 from vit.reporting.tables import TOP, StoredParts, columns_of
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import event_writer, picture_tag
@@ -74,8 +74,9 @@ def write_report(
         chosen = images.select(wrong).in_memory()
         pictures["mistakes"] = draw_gallery(classifier, chosen, classifier.scaled(logits[wrong]))
     folder.mkdir(parents=True, exist_ok=True)
-    for old in () if kept.keys() - {"sets"} else report_files(folder):
-        old.unlink()
+    for pattern in () if kept.keys() - {"sets"} else REPORT_FILES:
+        for old in folder.glob(pattern):
+            old.unlink()
     write_part(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
@@ -173,13 +174,7 @@ def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: 
     return relevance / relevance[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
 
 
-def report_files(folder: Path) -> list[Path]:
-    """List the files of a report in a folder, except report.json."""
-    return [path for pattern in REPORT_FILES for path in folder.glob(pattern)]
-
-
 def require_own_report(folder: Path) -> None:
     """Raise ValueError if a report would replace files that are not of an earlier one."""
-    file = folder / REPORT_FILE
-    is_own = has_keys(file, {"accuracy", "confusion_matrix", "ece"})
-    require_replaceable(is_own, [file, *report_files(folder)], "is not of a report")
+    keys = {"accuracy", "confusion_matrix", "ece"}
+    require_own(folder, REPORT_FILE, keys, (REPORT_FILE, *REPORT_FILES), "a report")
