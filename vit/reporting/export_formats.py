@@ -103,10 +103,7 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
         "pretrained_cfg": {
             "num_classes": num_classes,
             "input_size": [preprocess.channels, *preprocess.image_size],
-            "mean": list(preprocess.mean),
-            "std": list(preprocess.std),
-            "interpolation": preprocess.interpolation,
-            "crop_pct": preprocess.crop_pct,
+            **{key: vars(preprocess)[key] for key in ("mean", "std", "interpolation", "crop_pct")},
             "crop_mode": CROP_MODES[preprocess.fit],
             **{key: twin.pretrained_cfg[key] for key in kept},
         },

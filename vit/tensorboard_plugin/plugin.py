@@ -324,7 +324,6 @@ def _bytes(datum: TensorDatum) -> bytes:
     return data
 
 
-def _natural(text: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts run_2 before run_10."""
-    parts = re.findall(r"(\d{1,18})|(\D+)", text)
-    return [(0, int(digits), "") if digits else (1, 0, words) for digits, words in parts]
+def _natural(text: str) -> list[Any]:
+    """Return a key that sorts run_2 before run_10: words and numbers in turn."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d{1,18})", text)]
