@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from small_runs import (
     STEPS,
     Clock,
+    begin,
     events,
     make_loop,
     make_state,
@@ -40,7 +41,7 @@ from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.distributed.stop import Stopped, StopRequest
+from vit.distributed.stop import Stopped
 from vit.model import embed
 from vit.run.checkpoint import read_checkpoint, save_checkpoint
 from vit.run.folder import prepare_run
@@ -292,9 +293,9 @@ def test_unfinished_run_whose_images_are_others_now_is_refused(unended: Path) ->
 @pytest.mark.parametrize(("overwrite", "how"), [(False, ""), (True, " without --overwrite")])
 def test_a_stopped_run_says_how_to_go_on(overwrite, how, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("vit.training.start.checkpoint_steps", lambda _: [5])
-    stop = StopRequest()
-    stop.signal = signal.SIGINT
-    with pytest.raises(SystemExit), explained(small(tmp_path), stop, overwrite):
+    run = begin(small(tmp_path))
+    run.stop.signal = signal.SIGINT
+    with pytest.raises(SystemExit), explained(run, overwrite):
         raise Stopped
     assert f"SIGINT: rerun the command{how} to resume after step 5" in capsys.readouterr().err
 

@@ -29,20 +29,19 @@ from vit.data.shapes import KINDS
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
-from vit.pretrained.adapt import Pretrained, fit
-from vit.pretrained.architecture import (
-    ARCHITECTURE,
+from vit.pretrained.adapt import Pretrained, fit, with_statistics
+from vit.pretrained.architecture import ARCHITECTURE, adopt
+from vit.pretrained.load import load as load_model
+from vit.pretrained.sources import (
     UNKNOWN,
-    adopt,
-    settings_of_file,
+    complete,
+    find_source,
+    resolve_pretrained,
     settings_of_timm,
 )
-from vit.pretrained.load import load as load_model
-from vit.pretrained.resolve import resolve_pretrained, with_statistics
-from vit.pretrained.sources import find_source
 from vit.pretrained.transformers import read_transformers
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
-from vit.run.folder import prepare_run
+from vit.run.folder import prepare_run, unfinished_config
 from vit.training.build import build_step
 from vit.training.checks import check_config
 
@@ -132,17 +131,17 @@ def test_architecture_is_inferred_from_a_state_dict(name):
         model = timm.create_model(name)
     expected = settings_of_timm(model, name)
     config = ModelConfig(pretrained="x", **{key: expected[key] for key in UNKNOWN})
-    settings, (_, *size), assumed = settings_of_file(model.state_dict(), config, name)
-    assert settings == expected
-    assert tuple(size) == model.patch_embed.img_size
-    assert assumed == UNKNOWN
+    source = complete(name, model.state_dict(), config)
+    assert source.settings == expected
+    assert source.input_size == (3, *model.patch_embed.img_size)
+    assert all(f"{key}={expected[key]}" in source.notes[0] for key in UNKNOWN)
 
 
 def test_heads_are_inferred_where_their_norms_tell():
     model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, qk_norm=True)
-    settings, _, assumed = settings_of_file(model.state_dict(), ModelConfig(num_heads=2), "x")
-    assert settings["num_heads"] == 3
-    assert assumed == ("norm_eps", "act_layer")
+    source = complete("x", model.state_dict(), ModelConfig(num_heads=2))
+    assert source.settings["num_heads"] == 3
+    assert source.notes == ("not in the file, from the config: norm_eps=1e-06, act_layer=gelu",)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_a_foreign_state_dict_is_refused(change, message, tmp_path):
     file = tmp_path / "weights.safetensors"
     save_file({key: value for key, value in weights.items() if value is not None}, file)
     with pytest.raises(ValueError, match=rf"^model\.(pretrained|num_heads): .*{message}") as error:
-        resolve_pretrained(Config(model=ModelConfig(pretrained=str(file))), False)
+        resolve_pretrained(Config(model=ModelConfig(pretrained=str(file))), None)
     assert "\n" not in str(error.value)
 
 
@@ -255,11 +254,11 @@ def test_a_contradiction_is_refused(source, values, message):
 def test_images_are_normalized_as_the_source_was_trained():
     preprocess = Preprocess.from_config(DataConfig(name="shapes"))
     source = Pretrained("x", {}, {}, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
-    found = with_statistics(preprocess, source, None)
+    found = with_statistics(preprocess, source)
     assert found == dataclasses.replace(preprocess, mean=source.mean, std=source.std)
-    grey = with_statistics(dataclasses.replace(preprocess, mean=(0.5,), std=(0.5,)), source, None)
+    grey = with_statistics(dataclasses.replace(preprocess, mean=(0.5,), std=(0.5,)), source)
     assert grey.mean == pytest.approx((0.2,)) and grey.std == pytest.approx((0.5,))
-    assert with_statistics(preprocess, Pretrained("x", {}, {}), None) == preprocess
+    assert with_statistics(preprocess, Pretrained("x", {}, {})) == preprocess
 
 
 # --- files
@@ -309,7 +308,7 @@ def test_weights_that_are_not_finite_are_refused(files, tmp_path, value):
     save_file(state, path)
     words = rf"^model\.pretrained: {path} has NaN or infinite values in blocks\.1\.mlp\.fc1\.bias;"
     with pytest.raises(ValueError, match=words):
-        resolve_pretrained(tuned(tmp_path / "run", str(path)), False)
+        resolve_pretrained(tuned(tmp_path / "run", str(path)), None)
 
 
 def test_nothing_in_a_file_is_executed(tmp_path):
@@ -371,7 +370,7 @@ def a_run(run: Path) -> Path:
 def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files, tmp_path):
     name = str(files / "saved")
     config = tuned(tmp_path / "run", name, model={"zero_init": True})
-    config, source = resolve_pretrained(config, False)
+    config, source = resolve_pretrained(config, None)
     assert config.model.zero_init and config.train.whiten and source is not None
     training, _ = load_data(begin(config))
     state = build_step(begin(config, source=source), training, source).state
@@ -395,7 +394,7 @@ def test_a_run_does_not_replace_the_weights_that_it_starts_from(tmp_path, place)
         train(config, overwrite=True)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     other = dataclasses.replace(config, out=str(tmp_path / "other"))
-    assert resolve_pretrained(other, True)[1] is not None
+    assert resolve_pretrained(other, None)[1] is not None
 
 
 def test_weights_inside_the_folder_of_a_run_that_resumes_are_fine(tmp_path):
@@ -404,13 +403,13 @@ def test_weights_inside_the_folder_of_a_run_that_resumes_are_fine(tmp_path):
     config = Config(**yaml.safe_load((run / "config.yaml").read_text()))
     named = Config(out=str(run), model=dataclasses.replace(config.model, pretrained=str(run)))
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(named)))
-    assert resolve_pretrained(named, False) == (named, None)
+    assert resolve_pretrained(named, unfinished_config(named)) == (named, None)
 
 
 def test_a_run_starts_from_another_run_with_its_head_and_architecture(tmp_path):
     run = a_run(tmp_path / "run")
     config = Config(out=str(tmp_path / "second"), model=ModelConfig(pretrained=str(run)))
-    found, source = resolve_pretrained(config, False)
+    found, source = resolve_pretrained(config, None)
     first = load_model("cifar10_quick", "cpu", "float32")
     expected = dataclasses.replace(first.config.model, pretrained=str(run), zero_init=False)
     assert found.model == expected
@@ -484,7 +483,7 @@ def test_weights_are_fitted_as_timm_does(name, arguments, form, size, channels, 
     torch.save(model.state_dict(), tmp_path / "bare.pth")
     images = {"image_size": size, "channels": channels}
     config = timm_run(tmp_path / form, name, arguments, images)
-    config, source = resolve_pretrained(config, False)
+    config, source = resolve_pretrained(config, None)
     weights, account = source.adapted(names(count))
     expected = timm.create_model(
         f"local-dir:{tmp_path / 'folder'}", pretrained=True,
@@ -504,7 +503,7 @@ def test_weights_are_fitted_as_timm_does(name, arguments, form, size, channels, 
 def test_arguments_come_from_the_folder_and_the_users_win(files):
     changes = {"drop_path_rate": 0.2, "patch_size": 4}
     config = timm_run(files / "saved", "vit_tiny_patch16_224", changes)
-    found, source = resolve_pretrained(config, False)
+    found, source = resolve_pretrained(config, None)
     assert found.model.timm_args == {**VIT, **changes, "global_pool": "token"}
     assert (source.mean, source.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     check_config(found)
@@ -519,7 +518,7 @@ def test_both_heads_of_a_distilled_model_are_trained(tmp_path):
     model = draw_timm(DISTILLED, **SMALL_TIMM, num_classes=5)
     torch.save(model.state_dict(), tmp_path / "w.pth")
     config = timm_run(tmp_path / "w.pth", DISTILLED, VIT, freeze="backbone")
-    config, source = resolve_pretrained(config, False)
+    config, source = resolve_pretrained(config, None)
     training, _ = load_data(begin(config))
     step = build_step(begin(config, source=source), training, source)
     trained = {key for key, value in step.state.model.named_parameters() if value.requires_grad}
@@ -545,7 +544,7 @@ def test_weights_of_another_model_are_one_line(saved, name, arguments, message, 
     words = rf"^model\.pretrained: timm cannot fit .* {channels} channels: .*{message}"
     with pytest.raises(ValueError, match=words) as error:
         resolve_pretrained(
-            timm_run(tmp_path / "w.pth", name, arguments, {"channels": channels}), False
+            timm_run(tmp_path / "w.pth", name, arguments, {"channels": channels}), None
         )
     assert "\n" not in str(error.value)
 
@@ -553,7 +552,7 @@ def test_weights_of_another_model_are_one_line(saved, name, arguments, message, 
 def test_a_run_of_a_timm_model_names_it(tmp_path):
     run = save_untrained(tmp_path, {"name": "timm:test_resnet"})
     config = Config(out="x", model=ModelConfig(pretrained=str(run)))
-    found, source = resolve_pretrained(config, False)
+    found, source = resolve_pretrained(config, None)
     assert found.model.name == "timm:test_resnet"
     assert "nothing is new: its head has the same classes" in source.adapted(KINDS)[1]
     for key, value in load_model(run).model.state_dict().items():

@@ -16,7 +16,7 @@ from vit.config import Config
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import save_model
-from vit.pretrained.resolve import resolve_pretrained
+from vit.pretrained.sources import resolve_pretrained
 from vit.run.folder import MODEL_FILE
 from vit.training.build import build_step
 from vit.training.checks import may_have_seen, warn_of_seen_images
@@ -113,7 +113,7 @@ def test_a_model_that_has_seen_held_out_images_gives_a_warning(
     path, _ = teacher(**settings)
     key = {"optim": "teacher", "model": "pretrained"}[part]
     config = small(tmp_path / "run", **{part: {key: path}})
-    config, source = resolve_pretrained(config, False)
+    config, source = resolve_pretrained(config, None)
     run = begin(config, source=source)
     build_step(run, load_data(run)[0], source)
     expected = f"{part}.{key}: {path} was trained with another data.val_size"

@@ -26,15 +26,14 @@ from vit.evaluation import Evaluator, Setup, Validation
 from vit.model.config import ModelConfig
 from vit.model.variants import attention_of, is_edited, load_attention
 from vit.model_file import save_model
-from vit.pretrained.resolve import resolve_pretrained
+from vit.pretrained.sources import resolve_pretrained
 from vit.reporting.attention_logging import attention_logging
 from vit.reporting.report import write_report
 from vit.run.checkpoint import save_state
-from vit.run.folder import EVAL_FOLDER, MODEL_FILE, as_stored, prepare_run, write_split
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, unfinished_config, write_split
 from vit.run.tracker import Tracker
-from vit.settings import flatten
+from vit.settings import changed_keys, flatten
 from vit.training.build import build_within
-from vit.training.checks import check_config
 from vit.training.compile import evaluating
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
@@ -76,13 +75,15 @@ def train(
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         overwrite = False  # what is there now is this run, from before torchrun's restart
+    stored = None if overwrite else unfinished_config(config)
     # Executes a file if the caller names one. A name in a run or a model file is only looked up
     # among the variants that were loaded.
     load_attention(config.model.attention)
-    config, source = resolve_pretrained(config, overwrite)
-    check_config(config)
+    config, source = resolve_pretrained(config, stored)
     plans = {n: replace(plan, train=config.train) for n, plan in (plans or {}).items()}
-    config = config if overwrite else as_stored(config, *plans.values())
+    # An unfinished run may follow a plan.
+    before = to_dict(stored or config)
+    config = min((config, *plans.values()), key=lambda c: len(changed_keys(before, to_dict(c))))
     with start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
         run, step = build_within(run, training, held_out, source, plans)

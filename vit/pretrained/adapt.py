@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vit.config import Config
 from vit.console import shorten, sides
+from vit.data.preprocess import Preprocess
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.timm_model import NORM_EPS, complete_arguments, create
@@ -60,6 +61,23 @@ class Pretrained:
                 "not in the file: mean and std of the images, so those of the data set are used"
             )
         return kept, "\n         ".join(lines)
+
+
+def with_statistics(preprocess: Preprocess, source: Pretrained | Preprocess | None) -> Preprocess:
+    """Take mean and std, where they are known, from pretrained weights or the start of a run.
+
+    For another number of channels, they are averaged (one channel) or repeated.
+    """
+    if source is None or source.mean is None or source.std is None:
+        return preprocess
+    mean, std = (_for_channels(v, preprocess.channels) for v in (source.mean, source.std))
+    return dataclasses.replace(preprocess, mean=mean, std=std)
+
+
+def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    if channels == 1:
+        return (sum(values) / len(values),)
+    return tuple(values[channel % len(values)] for channel in range(channels))
 
 
 def fit(

@@ -1,7 +1,6 @@
 """The architecture of weights with timm's names, as fields of `ModelConfig`.
 
-It is read from the names and shapes of tensors and from the modules of a timm model. A part that
-our VisionTransformer lacks is refused by name.
+It is read from the names and shapes of tensors, and becomes that of a run's model.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from vit.console import shorten
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
 from vit.model.vit import VisionTransformer
@@ -26,7 +24,6 @@ ARCHITECTURE = tuple(
     for name, parameter in inspect.signature(VisionTransformer).parameters.items()
     if parameter.default is not parameter.empty and name not in OF_THE_RUN
 )
-UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # not in a state dict
 # Fields that are arguments of timm's Eva and Beit, and more of its VisionTransformer.
 OF_TIMM = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", NORM_EPS, "global_pool")
 OF_TIMMS_VIT = (
@@ -36,42 +33,12 @@ OF_TIMMS_VIT = (
 LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
 NOT_IN_TIMM = {"stem": "linear", "stem_width": None, "mlp_conv": False, "attention": "dot"}
 HEAD = ("head.weight", "head.bias")
-# Classes of the modules of timm models that our VisionTransformer can represent.
-ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
-KNOWN_MODULES = {
-    "VisionTransformer", "PatchEmbed", "Conv2d", "Block", "Attention", "Mlp", "Linear", "LayerNorm",
-    "LayerScale", "Dropout", "PatchDropout", "DropPath", "Identity", "Sequential", "ModuleList",
-    *ACTIVATIONS,
-}  # fmt: skip
 
 
 def settings_of_config(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that describe an architecture: ours, or a timm model and its arguments."""
     keys = ARCHITECTURE if model.name == "vit" else ("name", "timm_args")
     return {key: getattr(model, key) for key in keys}
-
-
-def settings_of_timm(vit: Any, name: str) -> dict[str, Any]:
-    """Read the architecture of a timm model; ValueError if our VisionTransformer lacks a part."""
-    missing = sorted({type(module).__name__ for module in vit.modules()} - KNOWN_MODULES)
-    if not missing and vit.global_pool not in ("token", "avg"):
-        missing.append(f"global_pool={vit.global_pool}")
-    if not missing and vit.pool_include_prefix:
-        missing.append("pool_include_prefix=True")
-    if missing:
-        raise ValueError(
-            f"model.pretrained: {name} has {shorten(', '.join(missing), 200)}, which the "
-            "VisionTransformer of this project lacks; choose another, or train the model as timm "
-            f"builds it: add --model.name timm:{vit.pretrained_cfg['architecture']}"
-        )
-    block = vit.blocks[0]
-    return {
-        **settings_of_weights(vit.state_dict(), block.attn.num_heads, name),
-        "global_pool": vit.global_pool,
-        "no_embed_class": vit.no_embed_class,
-        "norm_eps": block.norm1.eps,
-        "act_layer": ACTIVATIONS[type(block.mlp.act).__name__],
-    }
 
 
 def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str) -> dict[str, Any]:
@@ -123,42 +90,6 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
         "pre_norm": "norm_pre.weight" in weights,
         "fc_norm": "fc_norm.weight" in weights,
     }
-
-
-def settings_of_file(
-    weights: Mapping[str, Tensor], config: ModelConfig, name: str
-) -> tuple[dict[str, Any], tuple[int, int, int], tuple[str, ...]]:
-    """Read the architecture of a bare state dict, and fields in `UNKNOWN` from the config.
-
-    Returns:
-        Fields of `ModelConfig`; channels, height and width of the images, which must be square; and
-        the names of the fields from the config.
-    """
-    settings = settings_of_weights(weights, config.num_heads, name)
-    grid, prefix = 1, num_prefix_tokens(settings)
-    counted = prefix  # prefix tokens with positions
-    if "pos_embed" in weights:
-        positions = weights["pos_embed"].shape[1]
-        for counted in (prefix, 0):
-            grid = math.isqrt(max(positions - counted, 0))
-            if grid and grid**2 == positions - counted:
-                break
-        else:
-            raise ValueError(
-                f"model.pretrained: {name} has {positions} position embeddings for {prefix} prefix "
-                "tokens and a grid that is not square, so its sides are not known; pass a folder "
-                "as timm saves it, with config.json"
-            )
-    elif config.pos_embed != "none":
-        raise ValueError(
-            f"model.pretrained: {name} has no position embeddings; rotary positions are not "
-            "supported, but if the model has none, set --model.pos_embed none"
-        )
-    settings["no_embed_class"] = counted != prefix
-    settings |= {"norm_eps": config.norm_eps, "act_layer": config.act_layer}
-    side = grid * settings["patch_size"]
-    assumed = UNKNOWN[1:] if settings["qk_norm"] else UNKNOWN
-    return settings, (weights["patch_embed.proj.weight"].shape[1], side, side), assumed
 
 
 def num_prefix_tokens(settings: Mapping[str, Any]) -> int:

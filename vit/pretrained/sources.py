@@ -1,6 +1,7 @@
-"""Reading pretrained weights from timm's hub, folders, files, and models of this project."""
+"""Pretrained weights from timm's hub, folders, files, and models of this project."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,19 +9,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.config import Config
 from vit.console import shorten
 from vit.hub import HUB, download
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import FROM_DATA, REFUSED
 from vit.model_file import bundled_models, is_own_file, load_saved
-from vit.pretrained.adapt import Pretrained
-from vit.pretrained.architecture import settings_of_config, settings_of_file, settings_of_timm
+from vit.pretrained.adapt import Pretrained, fit
+from vit.pretrained.architecture import (
+    adopt,
+    num_prefix_tokens,
+    settings_of_config,
+    settings_of_weights,
+)
 from vit.pretrained.transformers import read_transformers, transformers_folder
 from vit.run.folder import MODEL_FILE
 from vit.settings import suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
 WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # prefixes that other training loops add
+UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # not in a state dict
+# Classes of the modules of timm models that our VisionTransformer can represent.
+ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+KNOWN_MODULES = {
+    "VisionTransformer", "PatchEmbed", "Conv2d", "Block", "Attention", "Mlp", "Linear", "LayerNorm",
+    "LayerScale", "Dropout", "PatchDropout", "DropPath", "Identity", "Sequential", "ModuleList",
+    *ACTIVATIONS,
+}  # fmt: skip
+
+
+def resolve_pretrained(config: Config, stored: Config | None) -> tuple[Config, Pretrained | None]:
+    """Find the pretrained weights of a run and take their architecture into its config.
+
+    A run that is resumed takes the architecture from its `stored` config, so that it does not need
+    the weights any more.
+
+    Returns:
+        The config with the architecture of the weights; and the weights, None if the run starts
+        from random weights or is resumed.
+
+    Raises:
+        ValueError: The weights cannot be found or read, do not fit the model, or contradict the
+            config.
+    """
+    name = config.model.pretrained
+    if name is None:
+        return config, None
+    run, model = Path(config.out), config.model
+    if stored is not None and stored.model.pretrained == name:
+        if model.name in ("vit", stored.model.name):  # else `check_run` refuses the config
+            model = adopt(model, settings_of_config(stored.model), name)
+        return dataclasses.replace(config, model=model), None
+    place = Path(name.removeprefix(TIMM).removeprefix(LOCAL))
+    if place.exists() and place.resolve().is_relative_to(run.resolve()):  # --overwrite empties it
+        raise ValueError(
+            f"model.pretrained: the new run in {run} would replace {name}, from which it starts; "
+            "train in another folder with --out"
+        )
+    source = find_source(name, model)
+    model = adopt(model, source.settings, name)
+    images = config.data.spec
+    source = fit(source, model, images.image_size, images.channels)
+    return dataclasses.replace(config, model=model), source
 
 
 def find_source(name: str, model: ModelConfig) -> Pretrained:
@@ -45,7 +95,7 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
     if path.is_file() and not is_own_file(path):
         return _from_file(name, model)
     if path.exists() or name in bundled_models():
-        return _from_own(name)
+        return _from_own(name, path)
     raise ValueError(
         f"model.pretrained: {name} does not exist; it must be timm:NAME, hf-hub:OWNER/NAME, a "
         ".safetensors or .pth file, a folder as timm or transformers saves it, a run folder, or "
@@ -53,10 +103,10 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
     )
 
 
-def _from_own(name: str) -> Pretrained:
+def _from_own(name: str, path: Path) -> Pretrained:
     """Read a run folder, a model file, a checkpoint or a bundled model."""
     try:
-        saved = load_saved(name, "cpu", "float32")
+        saved = load_saved(path, "cpu", "float32")
     except ValueError as error:
         raise ValueError(f"model.pretrained: {error}") from None
     preprocess = saved.preprocess
@@ -73,24 +123,25 @@ def _from_own(name: str) -> Pretrained:
     )
 
 
-def _from_timm(name: str, timm_name: str, config: ModelConfig) -> Pretrained:
+def _from_timm(name: str, timm_name: str, model: ModelConfig) -> Pretrained:
     """Let timm fetch a model from the hub, or read it from a folder."""
-    if config.name == "vit":
+    settings: dict[str, Any] = {}
+    if model.name == "vit":
         with torch.device("meta"):  # the architecture is checked before anything large is fetched
-            settings_of_timm(_create(name, timm_name, pretrained=False), name)
-    model = _create(name, timm_name, pretrained=True)
-    about, classes = model.pretrained_cfg, model.pretrained_cfg.get("label_names")
-    if config.name == "vit":
-        settings, sides = settings_of_timm(model, name), model.patch_embed.img_size
-        input_size = (model.patch_embed.proj.in_channels, *sides)
+            vit = _create(name, timm_name, pretrained=False)
+            settings = settings_of_timm(vit, name)
+    loaded = _create(name, timm_name, pretrained=True)
+    about, classes = loaded.pretrained_cfg, loaded.pretrained_cfg.get("label_names")
+    input_size = about["input_size"]
+    if model.name == "vit":
+        input_size = (loaded.patch_embed.proj.in_channels, *loaded.patch_embed.img_size)
     else:
-        unused, input_size = (*FROM_DATA, *REFUSED), about["input_size"]
-        arguments = model.pretrained_model_args.items()
-        settings = {"timm_args": {k: v for k, v in arguments if k not in unused}}
+        unused, arguments = (*FROM_DATA, *REFUSED), loaded.pretrained_model_args
+        settings = {"timm_args": {k: v for k, v in arguments.items() if k not in unused}}
     return Pretrained(
         name,
         settings,
-        model.state_dict(),
+        loaded.state_dict(),
         input_size,
         mean=tuple(about["mean"]),
         std=tuple(about["std"]),
@@ -113,6 +164,29 @@ def _create(name: str, timm_name: str, pretrained: bool) -> Any:
         ) from None
 
 
+def settings_of_timm(vit: Any, name: str) -> dict[str, Any]:
+    """Read the architecture of a timm model; ValueError if our VisionTransformer lacks a part."""
+    missing = sorted({type(module).__name__ for module in vit.modules()} - KNOWN_MODULES)
+    if not missing and vit.global_pool not in ("token", "avg"):
+        missing.append(f"global_pool={vit.global_pool}")
+    if not missing and vit.pool_include_prefix:
+        missing.append("pool_include_prefix=True")
+    if missing:
+        raise ValueError(
+            f"model.pretrained: {name} has {shorten(', '.join(missing), 200)}, which the "
+            "VisionTransformer of this project lacks; choose another, or train the model as timm "
+            f"builds it: add --model.name timm:{vit.pretrained_cfg['architecture']}"
+        )
+    block = vit.blocks[0]
+    return {
+        **settings_of_weights(vit.state_dict(), block.attn.num_heads, name),
+        "global_pool": vit.global_pool,
+        "no_embed_class": vit.no_embed_class,
+        "norm_eps": block.norm1.eps,
+        "act_layer": ACTIVATIONS[type(block.mlp.act).__name__],
+    }
+
+
 def _from_file(name: str, model: ModelConfig) -> Pretrained:
     """Read a state dict with timm's names; nothing in the file is ever executed."""
     from timm.models import load_state_dict  # unwraps {"state_dict": ...} and strips "module."
@@ -132,9 +206,40 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
     }
     if model.name != "vit":
         return Pretrained(name, {"timm_args": {}}, weights)
-    settings, input_size, assumed = settings_of_file(weights, model, name)
+    return complete(name, weights, model)
+
+
+def complete(name: str, weights: dict[str, Tensor], model: ModelConfig) -> Pretrained:
+    """Complete the weights of a Vision Transformer with what a config says about it.
+
+    The images must be square. The notes name the fields in `UNKNOWN` that are the config's.
+    """
+    settings = settings_of_weights(weights, model.num_heads, name)
+    grid, prefix = 1, num_prefix_tokens(settings)
+    counted = prefix  # prefix tokens with positions
+    if "pos_embed" in weights:
+        positions = weights["pos_embed"].shape[1]
+        for counted in (prefix, 0):
+            grid = math.isqrt(max(positions - counted, 0))
+            if grid and grid**2 == positions - counted:
+                break
+        else:
+            raise ValueError(
+                f"model.pretrained: {name} has {positions} position embeddings for {prefix} prefix "
+                "tokens and a grid that is not square, so its sides are not known; pass a folder "
+                "as timm saves it, with config.json"
+            )
+    elif model.pos_embed != "none":
+        raise ValueError(
+            f"model.pretrained: {name} has no position embeddings; rotary positions are not "
+            "supported, but if the model has none, set --model.pos_embed none"
+        )
+    settings["no_embed_class"] = counted != prefix
+    settings |= {"norm_eps": model.norm_eps, "act_layer": model.act_layer}
+    assumed = UNKNOWN[1:] if settings["qk_norm"] else UNKNOWN
     note = "not in the file, from the config: " + ", ".join(f"{k}={settings[k]}" for k in assumed)
     if "num_heads" in assumed:
         width = settings["embed_dim"] / settings["num_heads"]
         note += f"; heads are {width:g} wide, in most models 64"
-    return Pretrained(name, settings, weights, input_size, notes=(note,))
+    channels, side = weights["patch_embed.proj.weight"].shape[1], grid * settings["patch_size"]
+    return Pretrained(name, settings, weights, (channels, side, side), notes=(note,))

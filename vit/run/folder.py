@@ -134,6 +134,12 @@ def stored_config(run: Path) -> Config | None:
     return None if values is None else parse(StoredConfig, values, run / CONFIG_FILE)
 
 
+def unfinished_config(config: Config) -> Config | None:
+    """Read the config of the unfinished run in the folder of a config, if there is one."""
+    run = Path(config.out)
+    return stored_config(run) if checkpoint_paths(run) else None
+
+
 def read_config(run: Path) -> dict[str, Any] | None:
     """Read the config of a run of any version as text; None if the folder is not a run."""
     try:
@@ -200,13 +206,6 @@ def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:
         )
     )
     write_table(Path(config.out) / SPLIT_FILE, rows)
-
-
-def as_stored(*configs: Config) -> Config:
-    """Return the config with the fewest changes from an unfinished run, or else the first."""
-    run = Path(configs[0].out)
-    stored = to_dict((checkpoint_paths(run) and stored_config(run)) or configs[0])
-    return min(configs, key=lambda config: len(changed_keys(stored, to_dict(config))))
 
 
 def check_run(

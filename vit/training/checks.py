@@ -6,25 +6,24 @@ The model is built on torch's "meta" device, where tensors have no values and ta
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
 
-from vit.classifier import build_model
+from vit.classifier import Classifier, build_model
 from vit.config import OPTIMIZERS, Config
 from vit.console import shorten, sides, warn
 from vit.data.images import ImageSet
 from vit.data.layout import find_parts
 from vit.data.preprocess import Preprocess
-from vit.model.attention_model import attention_model, size_unit
+from vit.model.attention_model import require_attention, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
 from vit.model.variants import check_attention, is_edited
 from vit.settings import check
 from vit.training.schedule import scaled_size
 
-CLASSES = 10  # any number does
+CLASSES = tuple("0123456789")  # any do
 
 
 def check_config(config: Config) -> None:
@@ -38,22 +37,17 @@ def check_config(config: Config) -> None:
     if is_inside and len(find_parts(root)) == 1:
         place = f"data.root={config.data.root}, where every folder is a class"
         raise ValueError(f"out: {config.out} is inside {place}; choose another --out")
-    model, train, preprocess = config.model, config.train, Preprocess.from_config(config.data)
-    if model.name != "vit":
-        _check_timm(config, preprocess)
-        return
+    preprocess, meta = Preprocess.from_config(config.data), torch.device("meta")
     try:
-        with torch.device("meta"):
-            built: Any = build_model(replace(model, attention="dot"), preprocess, CLASSES)
+        with meta:
+            model = build_model(replace(config.model, attention="dot"), preprocess, len(CLASSES))
     except ValueError as error:
-        raise ValueError(f"model.{error}") from None
-    if is_edited(model.attention):
-        size, width = preprocess.image_size, model.head_dim or model.embed_dim // model.num_heads
-        small = scaled_size(size, train.small_scale, built.patch_embed.patch_size)
-        for used, hint in (size, ""), (small, "; --train.small_share 0 trains with no fewer"):
-            if used == size or train.small_share:
-                sizes = model.num_heads, width, model.embed_dim, built.patch_embed.grid(*used)
-                check_attention(model.attention, *sizes, built.num_prefix_tokens, hint)
+        raise ValueError(f"model.{str(error).removeprefix('model.')}") from None
+    untrained = Classifier(model.eval(), preprocess, CLASSES, meta, torch.float32)
+    if config.model.name == "vit":
+        _check_vit(config, untrained)
+    else:
+        _check_timm(config, untrained)
 
 
 def warn_of_seen_images(
@@ -107,13 +101,27 @@ def check_processes(config: Config, processes: int) -> None:
         )
 
 
-def _check_timm(config: Config, preprocess: Preprocess) -> None:
-    """Check that timm can build a model, and that it takes the images and the way of training."""
-    name, train = config.model.name, config.train
-    image_size, channels = preprocess.image_size, preprocess.channels
-    with torch.device("meta"):
-        model: Any = build_model(config.model, preprocess, CLASSES).eval()
-    if problem := problem_with(model, image_size, channels, CLASSES):
+def _check_vit(config: Config, untrained: Classifier) -> None:
+    """Try the attention of our VisionTransformer on the tokens of a run's images."""
+    model, train = config.model, config.train
+    if not is_edited(model.attention):
+        return
+    built, size = require_attention(untrained.model), untrained.preprocess.image_size
+    width = model.head_dim or model.embed_dim // model.num_heads
+    sizes = {size: ""}
+    if train.small_share:
+        small = scaled_size(size, train.small_scale, built.patch_embed.patch_size)
+        sizes.setdefault(small, "; --train.small_share 0 trains with no fewer")
+    for size, hint in sizes.items():
+        settings = model.num_heads, width, model.embed_dim, built.patch_embed.grid(*size)
+        check_attention(model.attention, *settings, built.num_prefix_tokens, hint)
+
+
+def _check_timm(config: Config, untrained: Classifier) -> None:
+    """Check that a timm model takes the images and the way of training."""
+    name, train, model = config.model.name, config.train, untrained.model
+    image_size = untrained.preprocess.image_size
+    if problem := problem_with(untrained, image_size):
         made_for = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
         raise ValueError(
             f"model.name: {name} does not take the images of this data set, {sides(image_size)} "
@@ -122,32 +130,31 @@ def _check_timm(config: Config, preprocess: Preprocess) -> None:
             "'{patch_size: 4}'"
         )
     small = scaled_size(image_size, train.small_scale, size_unit(model))
-    if train.small_share and problem_with(model, small, channels, CLASSES):
+    if train.small_share and problem_with(untrained, small):
         allowed = f"which takes images of {sides(image_size)} pixels but not of {sides(small)}"
         check(train, "small_share", False, f"0 with model.name={name}, {allowed}")
-    if train.whiten and image_conv(model, channels) is None:
+    if train.whiten and image_conv(model, untrained.preprocess.channels) is None:
         allowed = "which does not begin with a convolution of the image"
         check(train, "whiten", False, f"false with model.name={name}, {allowed}")
-    if OPTIMIZERS[config.optim.name].muon and attention_model(model) is None:
+    if OPTIMIZERS[config.optim.name].muon and not untrained.has_maps:
         allowed = "muon is for the encoder blocks of Vision Transformers"
         check(config.optim, "name", False, f"adamw with model.name={name}; {allowed}")
     if train.checkpoint_blocks:
         try:
-            model.set_grad_checkpointing()
+            cast(Any, model).set_grad_checkpointing()
         except (AssertionError, AttributeError, NotImplementedError):  # what timm's models raise
             allowed = f"false with model.name={name}, for which timm does not offer it"
             check(train, "checkpoint_blocks", False, allowed)
 
 
-def problem_with(
-    model: nn.Module, image_size: tuple[int, int], channels: int, classes: int
-) -> str | None:
+def problem_with(classifier: Classifier, image_size: tuple[int, int]) -> str | None:
     """Say why a model does not classify images of a size; None if it does."""
-    device = next(model.parameters()).device
+    channels, expected = classifier.preprocess.channels, (2, len(classifier.classes))
     try:
         with torch.no_grad():
-            logits = model(torch.zeros(2, channels, *image_size, device=device))
+            images = torch.zeros(2, channels, *image_size, device=classifier.device)
+            logits = classifier.model(images)
     except Exception as error:  # timm checks sizes in many places and ways
         return str(error) or repr(error)
     shape = getattr(logits, "shape", None)
-    return None if shape == (2, classes) else f"it returns {shape or type(logits).__name__}"
+    return None if shape == expected else f"it returns {shape or type(logits).__name__}"

@@ -18,11 +18,10 @@ from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
 from vit.distributed.world import World, join_world, under_torchrun
 from vit.hardware import choose_device, choose_precision, cores_to_use
 from vit.model.variants import attention_code
-from vit.pretrained.adapt import Pretrained
-from vit.pretrained.resolve import with_statistics
+from vit.pretrained.adapt import Pretrained, with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
 from vit.run.folder import check_run, lock_run, stored_config
-from vit.training.checks import check_processes
+from vit.training.checks import check_config, check_processes
 
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 
@@ -42,7 +41,8 @@ class Run:
 
     def starting_from(self, checkpoint: Checkpoint | None, source: Pretrained | None) -> "Run":
         """Begin with a checkpoint or pretrained weights, whose images were normalized alike."""
-        preprocess = with_statistics(self.preprocess, source, checkpoint)
+        before = source if checkpoint is None else checkpoint.preprocess
+        preprocess = with_statistics(self.preprocess, before)
         return dataclasses.replace(self, preprocess=preprocess, checkpoint=checkpoint)
 
     @property
@@ -67,54 +67,57 @@ class Run:
 def start_run(
     config: Config, source: Pretrained | None, overwrite: bool, allow_changes: bool
 ) -> Iterator[Run]:
-    """Connect the processes, lock the run folder and decide whether to start or to resume.
+    """Check the config, connect the processes, lock the folder, and decide whether to resume.
 
     Nothing is deleted yet. Signals, divergence and a lack of memory end the run with a message.
     """
+    check_config(config)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
     if config.deterministic or torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # imports torch's compiler
     device = choose_device(config.train.device)
     precision = choose_precision(config.train.precision, device)
+    preprocess, checkpoint = Preprocess.from_config(config.data), None
     with (
         join_world(device, config.train.timeout_minutes) as world,
         # Not earlier: while the process waits for others, Python cannot run a signal handler.
         stop_on_signals() as stop,
-        explained(config, stop, overwrite),
         contextlib.ExitStack() as stack,
     ):
-        preprocess, checkpoint = Preprocess.from_config(config.data), None
         run = Run(config, preprocess, device, precision, world, stop)
-        with world.main_first():
-            check_processes(config, world.size)
+        stack.enter_context(explained(run, overwrite))
+        with run.world.main_first():
+            check_processes(run.config, world.size)
             if world.main:
                 stack.enter_context(lock_run(run.folder))
-                checkpoint = check_run(config, overwrite, run.environment(), allow_changes)
+                checkpoint = check_run(run.config, overwrite, run.environment(), allow_changes)
         yield run.starting_from(world.agree(checkpoint), source)
 
 
 @contextlib.contextmanager
-def explained(config: Config, stop: StopRequest, overwrite: bool) -> Iterator[None]:
+def explained(run: Run, overwrite: bool) -> Iterator[None]:
     """Turn signals and divergence into exit codes, and a lack of memory into one line."""
     try:
         yield
     except Stopped:
         advice = "to start over; nothing was saved"
-        if steps := checkpoint_steps(Path(config.out)):
+        if steps := checkpoint_steps(run.folder):
             flags = "without --overwrite " if overwrite else ""
             advice = f"{flags}to resume after step {steps[-1]:,}"
-        note(f"stopped by {signal.Signals(stop.signal).name}: rerun the command {advice}")
-        raise SystemExit(128 + stop.signal) from None
+        stop = signal.Signals(run.stop.signal)
+        note(f"stopped by {stop.name}: rerun the command {advice}")
+        raise SystemExit(128 + stop) from None
     except Diverged as error:  # in all processes, with the same numbers
         note(f"error: {error}")
         raise SystemExit(3) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        train = run.config.train
         raise ValueError(
-            f"train.batch_size: out of memory with {config.train.batch_size} images per step "
-            f"and train.accumulate={config.train.accumulate}; lower --train.batch_size, or "
+            f"train.batch_size: out of memory with {train.batch_size} images per step "
+            f"and train.accumulate={train.accumulate}; lower --train.batch_size, or "
             "raise --train.accumulate to compute each batch in smaller parts; --data.memory_gb 0 "
             "leaves images in their files"
         ) from None

@@ -66,7 +66,7 @@ def _check(teacher: Classifier, run: Run, classes: tuple[str, ...], size: tuple[
             f"{name} was trained on images of {sides(other.image_size)} pixels, but the run's have "
             f"{sides(own.image_size)}; choose another teacher or data.image_size"
         )
-    if problem := problem_with(teacher.model, size, own.channels, len(classes)):
+    if problem := problem_with(teacher, size):
         raise ValueError(
             f"{name} does not take images of {sides(size)} pixels ({shorten(problem, 150)}); "
             "choose another teacher, or train without smaller images (--train.small_share 0)"
