@@ -24,8 +24,7 @@ from vit.data.config import DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.distributed.stop import StopRequest
-from vit.distributed.world import World
+from vit.distributed.world import StopRequest, World
 from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.tracker import Tracker

@@ -34,7 +34,7 @@ from vit.explain.kinds import ALL_KINDS
 from vit.model.config import ModelConfig
 from vit.recipes import RECIPES
 from vit.settings import changed_keys, keys
-from vit.training.checks import check_config
+from vit.training.start import check_config
 
 ROOT = Path(__file__).resolve().parent.parent
 

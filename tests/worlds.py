@@ -17,8 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 from small_runs import CPU, make_loop
 from vit.commands.train import train
 from vit.config import Config
-from vit.distributed.stop import StopRequest
-from vit.distributed.world import MEETING, World, join_world
+from vit.distributed.world import MEETING, StopRequest, World, join_world
 from vit.training.loop import Loop
 
 # New processes are forked from one that has imported this, which takes seconds.

@@ -1,6 +1,6 @@
 """The config of a run, composed of the settings of its parts; imported without torch.
 
-A value that is not allowed raises ValueError with one line. `vit.training.checks` checks the model.
+A value that is not allowed raises ValueError with one line. `vit.training.start` checks the model.
 """
 
 import dataclasses

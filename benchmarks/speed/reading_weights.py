@@ -26,6 +26,7 @@ import torch
 from benchmarks.tables import markdown
 from benchmarks.timing import take_turns
 from vit.classifier import build_model
+from vit.data.config import DataConfig
 from vit.hardware import describe
 from vit.model.attention_model import require_attention
 from vit.model.config import ModelConfig
@@ -62,7 +63,8 @@ def load_way(way: str, folder: Path, images: torch.Tensor) -> Callable[[], Any]:
     source, preprocess = read_transformers(folder)
     config = adopt(ModelConfig(name=name, pretrained=str(folder)), source.settings, str(folder))
     model = build_model(config, preprocess, 10).eval()
-    model.load_state_dict(fit(source, config, preprocess.image_size, 3).weights)
+    data = DataConfig(name="folder", image_size=preprocess.image_size)
+    model.load_state_dict(fit(source, config, data.spec).weights)
     if reads:
         return lambda: require_attention(model).forward_intermediates(images)
     return lambda: model(images)

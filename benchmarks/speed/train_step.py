@@ -40,7 +40,7 @@ from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.parallel import on_cores
 from vit.training.build import build_step, mean_step_seconds
-from vit.training.compile import compiled as compile_model
+from vit.training.build import compiled as compile_model
 from vit.training.start import Run
 from vit.training.step import TrainingStep
 

@@ -41,7 +41,7 @@ from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.distributed.stop import Stopped
+from vit.distributed.world import Stopped
 from vit.model import embed
 from vit.run.checkpoint import read_checkpoint, save_checkpoint
 from vit.run.folder import prepare_run

@@ -30,7 +30,7 @@ from vit.data.datasets import fit_into_memory, load_training, open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
-from vit.distributed.stop import Stopped, stop_on_signals
+from vit.distributed.world import Stopped, stop_on_signals
 from vit.hardware import usable_cores
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import check_run, prepare_run

@@ -10,8 +10,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from vit.distributed.stop import Batch, Stopped, stop_on_signals
-from vit.distributed.world import MEETING, ConnectionLost, World, join_world
+from vit.distributed.world import (
+    MEETING,
+    Batch,
+    ConnectionLost,
+    Stopped,
+    World,
+    join_world,
+    stop_on_signals,
+)
 
 CPU = torch.device("cpu")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -20,8 +20,7 @@ from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.folder import prepare_run
-from vit.training.checks import check_processes
-from vit.training.start import choose_processes, on_all_cores
+from vit.training.start import check_processes, choose_processes, on_all_cores
 from worlds import in_world, train_whole
 
 # Of three numbers the sum depends on the order, of two it does not.

@@ -25,8 +25,8 @@ from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
-from vit.training.checks import check_config
 from vit.training.optim import build_optimizers
+from vit.training.start import check_config
 
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))

@@ -48,8 +48,8 @@ from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
 from vit.run.checkpoint import checkpoint_paths, read_checkpoint, save_checkpoint
 from vit.seeding import generator
-from vit.training.checks import check_config
 from vit.training.optim import build_optimizers
+from vit.training.start import check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")

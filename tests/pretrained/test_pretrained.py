@@ -43,7 +43,7 @@ from vit.pretrained.transformers import read_transformers
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run, unfinished_config
 from vit.training.build import build_step
-from vit.training.checks import check_config
+from vit.training.start import check_config
 
 ARCHITECTURES = (
     "vit_tiny_patch16_224",
@@ -170,7 +170,8 @@ def adapted(
     source: Pretrained, size: tuple[int, int], patch: int, chans: int, classes: int
 ) -> tuple[dict[str, Tensor], str]:
     model = adopt(ModelConfig(pretrained="x", patch_size=patch), source.settings, "x")
-    return fit(source, model, size, chans).adapted(names(classes))
+    images = DataConfig(name="folder", image_size=size, channels=chans).spec
+    return fit(source, model, images).adapted(names(classes))
 
 
 @pytest.mark.parametrize(

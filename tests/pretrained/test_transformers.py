@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import vit
 from models import randomize
 from vit.classifier import build_model
+from vit.data.config import DataConfig
 from vit.data.shapes import KINDS
 from vit.model.attention_model import require_attention
 from vit.model.config import ModelConfig
@@ -110,7 +111,7 @@ def test_logits_or_features_and_attention_are_those_of_transformers(
     named = {"name": MODELS[name][2]} if name == "vit-named" else {}
     config = adopt(ModelConfig(pretrained=str(tmp_path), **named), source.settings, str(tmp_path))
     assert config.name == MODELS[name][2]
-    source = fit(source, config, (SIZE, SIZE), 3)
+    source = fit(source, config, DataConfig(name="folder", image_size=SIZE).spec)
     model: Any = build_model(config, preprocess, LABELS).eval()
     result = model.load_state_dict(source.weights, strict=False)
     heads = [] if source.classes else ["head.bias", "head.weight"]

@@ -16,8 +16,7 @@ from torch.testing import assert_close
 from small_runs import UNIFORM, StopAt, load, make_step, small
 from vit.config import Config, StoredConfig
 from vit.distributed.shard import needs_shards, replicate, to_full
-from vit.distributed.stop import Stopped
-from vit.distributed.world import World
+from vit.distributed.world import Stopped, World
 from vit.model.variants import load_attention
 from vit.pretrained.load import load as load_model
 from vit.run.checkpoint import (
@@ -28,7 +27,7 @@ from vit.run.checkpoint import (
 )
 from vit.run.sharded import STATE_FILE, SUMS_FILE
 from vit.settings import parse
-from vit.training.compile import missing_tool
+from vit.training.build import missing_tool
 from vit.training.loop import Loop
 from vit.training.step import TrainingStep
 from worlds import in_world, keep_losses, loop_of, with_parallel

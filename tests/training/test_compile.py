@@ -15,8 +15,9 @@ from vit.config import Config
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
 from vit.run.checkpoint import latest_checkpoint
-from vit.training import compile
-from vit.training.compile import MANY_STEPS, choose_compilation, evaluating, missing_tool
+from vit.training import build
+from vit.training.build import MANY_STEPS, choose_compilation, missing_tool
+from vit.training.loop import evaluating
 from vit.training.step import TrainingStep
 
 CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
@@ -29,7 +30,7 @@ def broken(graph: torch.fx.GraphModule, _: Any) -> Any:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit.training.compile.shutil.which", lambda name: None)
+    monkeypatch.setattr("vit.training.build.shutil.which", lambda name: None)
 
 
 def choose(choice: Any = "auto", began: bool | None = None, steps: int = MANY_STEPS) -> bool:
@@ -63,8 +64,8 @@ def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
         torch._dynamo.reset()
         return torch.compile(forward, backend=broken)
 
-    monkeypatch.setattr(compile, "compiled", compiled)
-    monkeypatch.setattr(compile, "choose_compilation", lambda choice, *_: choice is not False)
+    monkeypatch.setattr(build, "compiled", compiled)
+    monkeypatch.setattr(build, "choose_compilation", lambda choice, *_: choice is not False)
     config = tiny(tmp_path / "run")
     batch = torch.zeros(16, 3, 32, 32), torch.eye(10)[torch.arange(16) % 10]
     results = [

@@ -19,8 +19,7 @@ from vit.commands.train import train
 from vit.config import Config
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
-from vit.distributed.stop import Diverged, Stopped
-from vit.distributed.world import World
+from vit.distributed.world import Diverged, Stopped, World
 from vit.evaluation import evaluate, with_statistics
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker

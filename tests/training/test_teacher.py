@@ -19,7 +19,7 @@ from vit.model_file import save_model
 from vit.pretrained.sources import resolve_pretrained
 from vit.run.folder import MODEL_FILE
 from vit.training.build import build_step
-from vit.training.checks import may_have_seen, warn_of_seen_images
+from vit.training.teacher import may_have_seen, warn_of_seen_images
 
 PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
 

@@ -16,7 +16,7 @@ from vit.commands.config import PredictConfig
 from vit.console import printable, say
 from vit.data.photos import find_photos
 from vit.data.stream import ImageFiles
-from vit.distributed.stop import Stopped, StopRequest, stop_on_signals
+from vit.distributed.world import Stopped, StopRequest, stop_on_signals
 from vit.files import require_file, write_table
 from vit.reporting.calibration import make_sets, with_sets
 from vit.reporting.loading import load_run, require_replaceable, results_folder, warn_skipped

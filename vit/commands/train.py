@@ -34,8 +34,7 @@ from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, unfinished_conf
 from vit.run.tracker import Tracker
 from vit.settings import changed_keys, flatten
 from vit.training.build import build_within
-from vit.training.compile import evaluating
-from vit.training.loop import Loop
+from vit.training.loop import Loop, evaluating
 from vit.training.messages import end_text, start_text
 from vit.training.start import Run, start_run
 from vit.training.state import TrainState

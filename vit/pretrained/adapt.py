@@ -11,12 +11,13 @@ from torch import Tensor
 from vit.config import Config
 from vit.console import shorten, sides
 from vit.data.preprocess import Preprocess
+from vit.data.specs import DatasetSpec
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.timm_model import NORM_EPS, complete_arguments, create
 from vit.model.vit import VisionTransformer
-from vit.pretrained.architecture import HEAD, num_prefix_tokens
 
+HEAD = ("head.weight", "head.bias")
 CLASSES = 10  # any number does
 COUNTER = "num_batches_tracked"  # of batch norm; old files lack it
 
@@ -80,9 +81,7 @@ def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
     return tuple(values[channel % len(values)] for channel in range(channels))
 
 
-def fit(
-    source: Pretrained, model: ModelConfig, image_size: tuple[int, int], channels: int
-) -> Pretrained:
+def fit(source: Pretrained, model: ModelConfig, images: DatasetSpec) -> Pretrained:
     """Fit weights to a model of their architecture and the images of a run, in float32.
 
     The notes say what changed. The head stays as it is, see `adapted`.
@@ -100,14 +99,14 @@ def fit(
             )
     source = dataclasses.replace(source, weights=weights)
     fit_kind = _fit_vit if model.name == "vit" else _fit_timm
-    fitted, changes = fit_kind(source, model, image_size, channels)
+    fitted, changes = fit_kind(source, model, images)
     notes = [f"adapted: {shorten('; '.join(changes), 200)}"] if changes else []
     return dataclasses.replace(fitted, notes=(*notes, *source.notes))
 
 
 @torch.no_grad()
 def _fit_vit(
-    source: Pretrained, model: ModelConfig, image_size: tuple[int, int], channels: int
+    source: Pretrained, model: ModelConfig, images: DatasetSpec
 ) -> tuple[Pretrained, list[str]]:
     """Fit weights of our VisionTransformer.
 
@@ -123,9 +122,10 @@ def _fit_vit(
     weights, changes = dict(source.weights), []
     before, now = source.settings["patch_size"], model.patch_size or PATCH_SIZE
     old_grid = (height // before, width // before)
-    grid = (image_size[0] // now, image_size[1] // now)
+    grid = (images.image_size[0] // now, images.image_size[1] // now)
     if "pos_embed" in weights and grid != old_grid:
-        prefix = 0 if model.no_embed_class else num_prefix_tokens(source.settings)
+        tokens = source.settings["class_token"] + source.settings["reg_tokens"]
+        prefix = 0 if model.no_embed_class else tokens
         weights["pos_embed"] = resample_pos_embed(weights["pos_embed"], old_grid, grid, prefix)
         changes.append(f"positions {sides(old_grid)} -> {sides(grid)} patches")
     # The kernel of the first convolution, also of a convolutional stem.
@@ -133,9 +133,9 @@ def _fit_vit(
     if before != now:
         weights[stem] = resample_patch_embed(weights[stem], [now, now])
         changes.append(f"patch embedding {before} -> {now} pixels")
-    if old_channels != channels:
-        weights[stem] = adapt_input_conv(channels, weights[stem], base_chans=old_channels)
-        changes.append(f"patch embedding {old_channels} -> {channels} channels")
+    if old_channels != images.channels:
+        weights[stem] = adapt_input_conv(images.channels, weights[stem], base_chans=old_channels)
+        changes.append(f"patch embedding {old_channels} -> {images.channels} channels")
     return dataclasses.replace(source, weights=weights), changes
 
 
@@ -158,11 +158,11 @@ def _check_vit(source: Pretrained, channels: int, size: tuple[int, int]) -> None
 
 
 def _fit_timm(
-    source: Pretrained, config: ModelConfig, image_size: tuple[int, int], channels: int
+    source: Pretrained, config: ModelConfig, images: DatasetSpec
 ) -> tuple[Pretrained, list[str]]:
     """Fit weights of a timm model: its first convolution, positions and patch embedding."""
-    weights = source.weights
-    complete = complete_arguments(config.name, config.timm_args or {}, image_size, channels)
+    weights, size = source.weights, images.image_size
+    complete = complete_arguments(config.name, config.timm_args or {}, size, images.channels)
     with torch.device("meta"):
         model: Any = create(config.name, {**complete, "num_classes": CLASSES})
         larger = create(config.name, {**complete, "num_classes": CLASSES + 1}).state_dict()
@@ -179,8 +179,8 @@ def _fit_timm(
     except Exception as error:  # timm checks shapes in many places and ways
         raise ValueError(
             f"model.pretrained: timm cannot fit {source.name} to this {config.name} for images of "
-            f"{channels} channels: {shorten(error, 200)}; name their model with model.name, and "
-            "its arguments with model.timm_args"
+            f"{images.channels} channels: {shorten(error, 200)}; name their model with model.name, "
+            "and its arguments with model.timm_args"
         ) from None
     changes = [
         f"{key} {sides(body[key].shape)} -> {sides(value.shape)}"

@@ -32,7 +32,6 @@ OF_TIMMS_VIT = (
 )  # fmt: skip
 LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
 NOT_IN_TIMM = {"stem": "linear", "stem_width": None, "mlp_conv": False, "attention": "dot"}
-HEAD = ("head.weight", "head.bias")
 
 
 def settings_of_config(model: ModelConfig) -> dict[str, Any]:
@@ -90,11 +89,6 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
         "pre_norm": "norm_pre.weight" in weights,
         "fc_norm": "fc_norm.weight" in weights,
     }
-
-
-def num_prefix_tokens(settings: Mapping[str, Any]) -> int:
-    """Return the number of tokens before the patches."""
-    return int(settings["class_token"] + settings["reg_tokens"])
 
 
 def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelConfig:

@@ -16,12 +16,7 @@ from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import FROM_DATA, REFUSED
 from vit.model_file import bundled_models, is_own_file, load_saved
 from vit.pretrained.adapt import Pretrained, fit
-from vit.pretrained.architecture import (
-    adopt,
-    num_prefix_tokens,
-    settings_of_config,
-    settings_of_weights,
-)
+from vit.pretrained.architecture import adopt, settings_of_config, settings_of_weights
 from vit.pretrained.transformers import read_transformers, transformers_folder
 from vit.run.folder import MODEL_FILE
 from vit.settings import suggest
@@ -68,9 +63,7 @@ def resolve_pretrained(config: Config, stored: Config | None) -> tuple[Config, P
         )
     source = find_source(name, model)
     model = adopt(model, source.settings, name)
-    images = config.data.spec
-    source = fit(source, model, images.image_size, images.channels)
-    return dataclasses.replace(config, model=model), source
+    return dataclasses.replace(config, model=model), fit(source, model, config.data.spec)
 
 
 def find_source(name: str, model: ModelConfig) -> Pretrained:
@@ -215,7 +208,7 @@ def complete(name: str, weights: dict[str, Tensor], model: ModelConfig) -> Pretr
     The images must be square. The notes name the fields in `UNKNOWN` that are the config's.
     """
     settings = settings_of_weights(weights, model.num_heads, name)
-    grid, prefix = 1, num_prefix_tokens(settings)
+    grid, prefix = 1, settings["class_token"] + settings["reg_tokens"]
     counted = prefix  # prefix tokens with positions
     if "pos_embed" in weights:
         positions = weights["pos_embed"].shape[1]

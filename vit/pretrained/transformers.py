@@ -130,10 +130,10 @@ def read_classifier(folder: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
             f"mean; train a new head with --model.pretrained {folder}"
         )
     model = adopt(ModelConfig(pretrained=str(folder)), source.settings, str(folder))
-    weights = fit(source, model, preprocess.image_size, preprocess.channels).weights
+    data = DataConfig(name="folder", image_size=preprocess.image_size, channels=preprocess.channels)
+    weights = fit(source, model, data.spec).weights
     for note in source.notes:
         warn(f"{folder}: {note}")
-    data = DataConfig(name="folder", image_size=preprocess.image_size, channels=preprocess.channels)
     config = Config(data=data, model=model)
     about = ModelMetadata(config=config, classes=source.classes, step=0, preprocess=preprocess)
     return about, weights

@@ -93,15 +93,14 @@ def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> No
     Raises:
         OSError: The checkpoint could not be written; the older ones are kept.
     """
-    if not is_sharded(state.model):
+    if is_sharded(state.model):
+        target, counts = checkpoint_path(run, state.step), state.counts()
+        plain = {**about, **counts, "points": counts["points"].tolist()}
+        write_folder(target, state.tensors(), plain, world.main)
         if world.main:
-            save_checkpoint(run, Checkpoint(**state.state_dict(), **about))
-        return
-    target, counts = checkpoint_path(run, state.step), state.counts()
-    plain = {**about, **counts, "points": counts["points"].tolist()}
-    write_folder(target, state.tensors(), plain, world.main)
-    if world.main:
-        _delete_others(run, target)
+            _delete_others(run, target)
+    elif world.main:
+        save_checkpoint(run, Checkpoint(**state.state_dict(), **about))
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:

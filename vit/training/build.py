@@ -1,9 +1,19 @@
-"""Building a run's training step: its state, its length, and compilation."""
+"""Building a run's training step: its state, its length, and compilation.
+
+torch.compile takes time that long runs win back. The choice is stored in the checkpoints: a resumed
+run goes on as it began.
+"""
 
 import copy
 import dataclasses
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,13 +24,14 @@ from vit.console import say
 from vit.data.images import ImageSet
 from vit.data.sampling import class_weights, divide_epoch
 from vit.data.stream import ImageFiles
+from vit.distributed.shard import is_sharded, replicate
 from vit.evaluation import sample_size
 from vit.model.attention_model import size_unit
+from vit.model.variants import is_edited
 from vit.pretrained.adapt import Pretrained
 from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES
 from vit.seeding import generator
 from vit.settings import changed_keys
-from vit.training.compile import compile_step
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Run
 from vit.training.state import TrainState, start_state
@@ -32,6 +43,10 @@ TRAINING_FRACTION = 0.97  # of a time budget; the rest is for checkpoints
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
+# Compiling takes half a minute to a minute for each image size and saves about an eighth of a step.
+MANY_STEPS = 5_000  # from which auto compiles
+COMPILABLE = ("cpu", "cuda", "xpu")  # devices for which auto compiles
+CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does not name a compiler
 
 
 def build_within(
@@ -177,3 +192,72 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
         result.sum().item()
         seconds += phase.fraction * (time.perf_counter() - begin) / timed
     return seconds
+
+
+def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
+    """Compile a step if the run is long enough to benefit; accelerators average gradients in it."""
+    world, choice = run.world, run.config.train.compile
+    began = None if run.checkpoint is None else run.checkpoint.environment.get("compiled")
+    with world.main_first():
+        wanted = choose_compilation(choice, began, run.device, run.precision, steps)
+    wanted = world.agree(wanted)
+    exchanges = world.size > 1 and run.device.type != "cpu"  # during the backward pass
+    sharded, forward = is_sharded(step.forward), step.forward
+    if wanted:
+        if world.main:
+            say("compiling the model in the first steps, which takes a minute or two once")
+        # What torch fails to compile runs as it is, unless compilation was asked for.
+        torch._dynamo.config.suppress_errors = choice == "auto"
+        forward = compiled(forward, by_block=exchanges or sharded)
+    if exchanges and not sharded:
+        forward = replicate(forward, unused=is_edited(run.config.model.attention))
+    return dataclasses.replace(step, forward=forward, compiled=wanted)
+
+
+def choose_compilation(
+    choice: bool | str, began: bool | None, device: torch.device, precision: torch.dtype, steps: int
+) -> bool:
+    """Decide whether to compile the model of a run; `began` says how a resumed run began.
+
+    Raises:
+        ValueError: The run is to be compiled, but what torch needs for it is missing.
+    """
+    missing = missing_tool(device)
+    wanted = choice if began is None or choice != "auto" else began
+    if wanted is True and missing:
+        raise ValueError(
+            f"train.compile: compiling needs {missing}, which was not found; install it, or train "
+            "without with --train.compile false"
+            f"{' --resume.allow_changes' if began else ''}"
+        )
+    if isinstance(wanted, bool):  # else "auto"
+        return wanted
+    # In float32, nearly all of a CPU's time goes into matrix products, which stay what they are.
+    gains = device.type in COMPILABLE and (device.type, precision) != ("cpu", torch.float32)
+    return gains and steps >= MANY_STEPS and missing is None
+
+
+def missing_tool(device: torch.device) -> str | None:
+    """Name what torch.compile needs on a device and does not find, or return None."""
+    if device.type != "cpu":
+        return None if importlib.util.find_spec("triton") else "triton"
+    if shutil.which(os.environ.get("CXX") or CXX.get(sys.platform, "g++")) is None:
+        return "a C++ compiler"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python.h (package python3-dev)"
+    return None
+
+
+def compiled(forward: nn.Module, by_block: bool = False) -> nn.Module:
+    """Compile a model; it draws the same random numbers as without compilation.
+
+    By block, each encoder block is compiled on its own, in place, so that processes can exchange
+    weights and gradients between blocks.
+    """
+    # Each image size is compiled separately, so that the grid is a plain number.
+    options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
+    if not by_block:
+        return cast(nn.Module, torch.compile(forward, **options))
+    for block in cast(Any, getattr(forward, "blocks", ())):
+        block.compile(**options)
+    return forward

@@ -1,10 +1,11 @@
 """The training loop: epochs and steps, with logging, evaluation and checkpoints in between."""
 
+import contextlib
 import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -18,12 +19,22 @@ from vit.classifier import Classifier
 from vit.console import say, warn
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_batches, epoch_batches
-from vit.distributed.stop import Diverged, Stopped, StopRequest
+from vit.distributed.world import Diverged, Stopped, StopRequest
 from vit.evaluation import Evaluator
+from vit.hardware import local_processes
+from vit.parallel import on_cores
 from vit.run.tracker import Tracker
-from vit.training.compile import evaluating
 from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep
+
+
+@contextlib.contextmanager
+def evaluating() -> Iterator[None]:
+    """Evaluate on the cores of all processes, while the others wait, and compile nothing."""
+    cores = torch.get_num_threads() * local_processes()
+    # Batches of evaluators have other sizes, and torch gives up compiling after a few.
+    with on_cores(cores), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @dataclass

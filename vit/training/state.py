@@ -18,9 +18,9 @@ from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
-from vit.training.checks import warn_of_seen_images
 from vit.training.optim import build_optimizers, set_lr
 from vit.training.start import Run
+from vit.training.teacher import warn_of_seen_images
 
 WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
@@ -143,7 +143,7 @@ def build_state(
     model: Any = build_model(config.model, run.preprocess, classes)  # ours or timm's
     if sample is not None:
         first = image_conv(model, run.preprocess.channels)
-        assert first is not None, "vit.training.checks refuses it"
+        assert first is not None, "vit.training.start refuses it"
         whiten(first, run.preprocess.normalize(sample))
     if weights is not None:  # a new head has none
         model.load_state_dict(weights, strict=False)

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import shorten, sides
+from vit.config import Config
+from vit.console import shorten, sides, warn
 from vit.data.images import ImageSet
 from vit.pretrained.load import load
-from vit.training.checks import problem_with, warn_of_seen_images
 from vit.training.schedule import Schedule
-from vit.training.start import Run
+from vit.training.start import Run, problem_with
 
 
 @dataclass(frozen=True)
@@ -71,3 +71,29 @@ def _check(teacher: Classifier, run: Run, classes: tuple[str, ...], size: tuple[
             f"{name} does not take images of {sides(size)} pixels ({shorten(problem, 150)}); "
             "choose another teacher, or train without smaller images (--train.small_share 0)"
         )
+
+
+def warn_of_seen_images(
+    key: str, name: str, other: Config, files: str, own: Config, training: ImageSet
+) -> None:
+    """Warn if the trained model of a key may have learned from images that a run holds out.
+
+    It was trained with the config `other`, on the user's files with the fingerprint `files`, if
+    any; the run has the config `own`.
+    """
+    files_differ = other.data.name == own.data.name and files not in ("", training.fingerprint)
+    if files_differ or may_have_seen(other, own):
+        split = "another data.val_size, data.test_fraction or train.seed"
+        warn(
+            f"{key}: {name} was trained with {'other files' if files_differ else split}, and may "
+            "have seen images that this run holds out, whose accuracy would be too high"
+        )
+
+
+def may_have_seen(other: Config, own: Config) -> bool:
+    """Tell whether a model may have learned from images that a run validates or tests with."""
+    old, new = other.data, own.data
+    if old.name != new.name:
+        return False
+    same_split = (old.val_size, other.train.seed) == (new.val_size, own.train.seed)
+    return old.test_fraction != new.test_fraction or (new.val_size != 0 and not same_split)
