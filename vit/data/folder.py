@@ -1,13 +1,10 @@
 """Image folders in torchvision's layout: one folder per class, with or without train/ and test/."""
 
-import dataclasses
 import os
 from pathlib import Path
 
-import torch
-
 from vit.data.config import DataConfig
-from vit.data.images import ImageSet, user_files
+from vit.data.images import ImageSet, UserFile, user_files
 from vit.data.layout import find_parts, image_files, is_image, listing, note_unused, visible_folders
 
 
@@ -34,16 +31,12 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     folders = [folder for part in parts for folder in visible_folders(part)]
     classes = sorted({folder.name for folder in folders})
     seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links there add nothing
-    paths, labels, held = list[str](), list[int](), list[bool]()
+    files = list[UserFile]()
     for folder in (part, *(parts[2:] if train else ())):
-        for label, name in enumerate(classes):
+        for name in classes:
             images, others = image_files(folder / name, seen)
             note_unused(folder, others, "not images")
-            paths += images
-            labels += [label] * len(images)
-            held += [folder != part] * len(images)
+            files += [UserFile(path, name, folder != part) for path in images]
         beside = [str(path) for path in sorted(folder.iterdir()) if path.is_file()]
         note_unused(folder, [*filter(is_image, beside)], "not in a class folder")
-    targets, split = torch.tensor(labels, dtype=torch.int64), len(parts) == 1
-    files = user_files(data, train, split, root, paths, targets, classes)
-    return dataclasses.replace(files, held=torch.tensor(held) if any(held) else None)
+    return user_files(data, train, len(parts) == 1, root, files, {name: name for name in classes})

@@ -7,11 +7,11 @@ import dataclasses
 import hashlib
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,27 +135,36 @@ def _check_names(classes: Sequence[str], folder: Path) -> None:
             note_once(f"{folder}: the classes {other} and {name} differ in case only")
 
 
+class UserFile(NamedTuple):
+    """An image file of a user, as a folder, a table or shards list it."""
+
+    file: ImageFile
+    label: Any  # a key of `names`, see `user_files`
+    held: bool = False  # whether the user holds out this training image
+
+
 def user_files(
     data: DataConfig,
     train: bool,
     split: bool,
     folder: Path,
-    paths: Sequence[ImageFile],
-    labels: Tensor,
-    classes: Sequence[str],
+    files: Sequence[UserFile],
+    names: Mapping[Any, str],
     listed: bytes | None = None,
 ) -> ImageSet:
     """Return a user's files as a set, after checks that all layouts share.
 
-    With `split`, it has only the part of the files that `data.test_fraction` decides on. `listed`
-    identifies the files and labels in the fingerprint; None is their names in the folder.
+    Args:
+        split: Whether to return only the part of the files that `data.test_fraction` decides on.
+        names: The class name of each label, in the order of the classes.
+        listed: Identifies files and labels in the fingerprint; None is their names in the folder.
 
     Raises:
         ValueError: There are too few classes, or images of a class, or `data.test_fraction` is
             given although the files are not split.
     """
     allowed = f"null, because {data.root} says which images are for testing"
-    fraction = data.test_fraction
+    fraction, classes = data.test_fraction, tuple(names.values())
     require(split or fraction is None, "data.test_fraction", fraction, allowed)
     if len(classes) < (2 if train or split else 1):
         raise ValueError(
@@ -163,6 +172,9 @@ def user_files(
             "at least two"
         )
     least, part = (2, "") if split else (1, "training " if train else "test ")
+    numbers = {label: number for number, label in enumerate(names)}
+    labels = torch.tensor([numbers[entry.label] for entry in files], dtype=torch.int64)
+    paths, held = tuple(entry.file for entry in files), torch.tensor([e.held for e in files])
     counts = labels.bincount(minlength=len(classes)).tolist()
     _check_names(classes, folder)
     few = [
@@ -184,10 +196,11 @@ def user_files(
     if len(first.unique()) < len(first):  # older versions did not look for copies
         listed += first.numpy().tobytes()
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
-    files = ImageFiles(tuple(paths), Preprocess.from_config(data), data.workers)
     images = ImageSet(
-        files, labels, tuple(classes), None, files.paths, str(folder), fingerprint, split
-    )
+        ImageFiles(paths, Preprocess.from_config(data), data.workers), labels, classes,
+        origins=paths, folder=str(folder), fingerprint=fingerprint, split=split,
+        held=held if held.any() else None,
+    )  # fmt: skip
     if fraction is None:
         return images
     choose = partial(fraction_per_class, fraction=fraction, seed=0, purpose="data.test_fraction")

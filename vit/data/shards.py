@@ -17,7 +17,7 @@ from tqdm import tqdm
 from vit.console import note_once, printable, rank, shorten
 from vit.data import layout
 from vit.data.config import DataConfig
-from vit.data.images import ImageSet, user_files
+from vit.data.images import ImageSet, UserFile, user_files
 from vit.data.photos import TarMember
 from vit.files import require_file
 
@@ -58,23 +58,20 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     images = _index(shards)
     folders = (root, root.parent) if layout.part_of(root.name) else (root,)
     if file := next(filter(Path.is_file, (path / layout.CLASSES_FILE for path in folders)), None):
-        classes = _read_classes(file)
-        known = list(range(len(classes)))
+        names = dict(enumerate(_read_classes(file)))
     else:
-        known = sorted({label for part in parts for _, label in _index(layout.tar_files(part))})
-        classes = [str(label) for label in known]
-    numbers = {label: number for number, label in enumerate(known)}
-    for member, label in images:
-        if label not in numbers:
+        listed = [image for part in parts for image in _index(layout.tar_files(part))]
+        names = {label: str(label) for label in sorted({image.label for image in listed})}
+    for image in images:
+        if image.label not in names:
             raise ValueError(
-                f"data.root: {member} has the label {label}, but {file} names {len(classes)} "
-                f"classes, 0 to {len(classes) - 1}; add names, or correct the labels"
+                f"data.root: {image.file} has the label {image.label}, but {file} names "
+                f"{len(names)} classes, 0 to {len(names) - 1}; add names, or correct the labels"
             )
-    members, labels = zip(*images, strict=True)
-    targets = torch.tensor([numbers[label] for label in labels])
+    labels = torch.tensor([image.label for image in images])
     sizes = "".join(f"{shard.name}\0{shard.stat().st_size}\n" for shard in shards)
-    listed = f"{sizes}{len(images)}\n".encode() + torch.tensor(labels).numpy().tobytes()
-    return user_files(data, train, len(parts) == 1, root, members, targets, classes, listed)
+    identity = f"{sizes}{len(images)}\n".encode() + labels.numpy().tobytes()
+    return user_files(data, train, len(parts) == 1, root, images, names, identity)
 
 
 def _read_classes(file: Path) -> list[str]:
@@ -85,7 +82,7 @@ def _read_classes(file: Path) -> list[str]:
     return names
 
 
-def _index(shards: Sequence[Path]) -> list[tuple[TarMember, int]]:
+def _index(shards: Sequence[Path]) -> list[UserFile]:
     """Find the images of shards, in the order of the shards and the members, and their labels."""
     hidden = True if rank() else None  # None shows the bar on terminals only
     with tqdm(shards, "indexing shards", unit="shard", leave=False, disable=hidden) as bar:
@@ -95,7 +92,7 @@ def _index(shards: Sequence[Path]) -> list[tuple[TarMember, int]]:
 
 
 @functools.cache  # images are listed several times in a run
-def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, int]]:
+def _index_shard(shard: Path, size: int, changed: int) -> list[UserFile]:
     """Read the headers and labels of a shard, again if its size or the time of change differs."""
     images: dict[str, TarMember] = {}
     labels: dict[str, str] = {}
@@ -123,7 +120,7 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
         if re.fullmatch("[0-9]{1,9}", label) is None:
             problem = f"is {shorten(label)!r}; it must be a whole number, 0 or more"
             raise _problem(shard, f"the label in {key}.cls {problem}")
-    return [(image, int(labels[key])) for key, image in images.items()]
+    return [UserFile(image, int(labels[key])) for key, image in images.items()]
 
 
 def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:

@@ -1,16 +1,13 @@
 """CSV tables of image files and their labels, one image per row."""
 
 import csv
-import dataclasses
 import itertools
 import os
 from pathlib import Path
 
-import torch
-
 from vit.console import shorten
 from vit.data.config import DataConfig
-from vit.data.images import ImageSet, user_files
+from vit.data.images import ImageSet, UserFile, user_files
 from vit.data.layout import TESTS, TRAIN, join, listing, part_of
 
 PATH, LABEL, SPLIT = "path", "label", "split"
@@ -44,13 +41,12 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
     parts = {part for _, part in rows.values()}
     split, test = parts <= {None}, next((name for name in TESTS if name in parts), "test")
-    numbers = {label: number for number, label in enumerate(classes)}
-    chosen = [row for row in rows.items() if split or (row[1][1] != test) == train]
-    targets = torch.tensor([numbers[label] for _, (label, _) in chosen], dtype=torch.int64)
-    held = [part not in (None, TRAIN, test) for _, (_, part) in chosen]
-    paths = [path for path, _ in chosen]
-    files = user_files(data, train, split, file.parent, paths, targets, classes)
-    return dataclasses.replace(files, held=torch.tensor(held) if any(held) else None)
+    files = [
+        UserFile(path, label, held=part not in (None, TRAIN, test))
+        for path, (label, part) in rows.items()
+        if split or (part != test) == train
+    ]
+    return user_files(data, train, split, file.parent, files, {name: name for name in classes})
 
 
 def _read(file: Path) -> dict[str, tuple[str, str | None]]:
