@@ -17,10 +17,13 @@ from torchvision.transforms.autoaugment import RandAugment, _apply_op
 from torchvision.transforms.v2 import functional as tv
 
 from vit.data.augment import (
+    OPERATIONS,
+    apply_operations,
     augment,
     cutmix_weights,
     mix,
     mixup_weights,
+    rand_augment,
     random_boxes,
     random_crop,
     random_erasing,
@@ -30,10 +33,9 @@ from vit.data.augment import (
     shrink,
 )
 from vit.data.config import STRONGEST, AugmentConfig, DataConfig
-from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
-from vit.data.rand_augment import OPERATIONS, apply_operations, rand_augment
 from vit.data.shapes import draw_shapes
+from vit.seeding import Draws
 
 CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
 ALL = {

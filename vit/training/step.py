@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from vit.data.augment import augment, shrink
 from vit.data.config import AugmentConfig
-from vit.data.draws import Draws
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import averages_gradients, synchronize, to_full
 from vit.distributed.world import World
 from vit.hardware import autocast
 from vit.model.dropout import image_keys, keyed_dropout
-from vit.seeding import fold_in
+from vit.seeding import Draws, fold_in
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState
