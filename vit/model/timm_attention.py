@@ -11,30 +11,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from timm.layers.attention import Attention, AttentionRope
 from timm.layers.diff_attention import DiffAttention
 from timm.models import beit, eva
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vit.model.attention import for_all_heads, masked_softmax
 from vit.model.positions import Grid
-
-
-def _vit_tokens(model: Any, images: Tensor) -> Tensor:
-    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
-
-
-def _eva_tokens(model: Any, images: Tensor) -> Tensor:
-    return model.norm_pre(model._pos_embed(model.patch_embed(images))[0])
-
-
-def _beit_tokens(model: Any, images: Tensor) -> Tensor:
-    patches = model.patch_embed(images)
-    x = torch.cat([model.cls_token.expand(len(patches), -1, -1), patches], dim=1)
-    return model.pos_drop(x if model.pos_embed is None else x + model.pos_embed)
 
 
 def _rotations(model: Any, grid: Grid) -> list[dict[str, Any]]:
@@ -49,11 +34,11 @@ def _shared_bias(model: Any, grid: Grid) -> list[dict[str, Any]]:
     return [{"shared_rel_pos_bias": bias}] * len(model.blocks)
 
 
-# How a class turns images into the first block's input, and each block's other arguments.
-FAMILIES: dict[Any, tuple[Callable[..., Tensor], Callable[..., list[dict[str, Any]]]]] = {
-    VisionTransformer: (_vit_tokens, lambda model, grid: [{}] * len(model.blocks)),
-    eva.Eva: (_eva_tokens, _rotations),
-    beit.Beit: (_beit_tokens, _shared_bias),
+# What the blocks of a class take besides tokens: a function of the model and the grid.
+FAMILIES: dict[Any, Callable[[Any, Grid], list[dict[str, Any]]]] = {
+    VisionTransformer: lambda model, grid: [{}] * len(model.blocks),
+    eva.Eva: _rotations,
+    beit.Beit: _shared_bias,
 }
 # Without a fused kernel, each has one softmax, followed by one product with the values.
 ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention, DiffAttention)
@@ -100,12 +85,18 @@ class ReadWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _with(module: Any, **parts: nn.Module) -> Any:
+    """Copy a module with other submodules; both have the same parameters."""
+    module = copy.copy(module)
+    module._modules = {**module._modules, **parts}
+    return module
+
+
 def _without_kernel(block: Any) -> Any:
-    """Copy a block so that its attention computes weights; both have the same parameters."""
-    block, attn = copy.copy(block), copy.copy(block.attn)
+    """Copy a block so that its attention computes weights."""
+    attn = _with(block.attn)
     attn.fused_attn = False
-    block._modules = {**block._modules, "attn": attn}
-    return block
+    return _with(block, attn=attn)
 
 
 class TimmPatches:
@@ -130,7 +121,7 @@ class TimmAttentionModel:
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, _base(model)
-        self._tokens, self._positions = FAMILIES[self._base]
+        self._stem = _with(model, blocks=nn.Sequential(), norm=nn.Identity())
         self.patch_embed = TimmPatches(model.patch_embed)
         self.blocks = [_without_kernel(block) for block in model.blocks]
         self.num_prefix_tokens: int = model.num_prefix_tokens
@@ -138,7 +129,7 @@ class TimmAttentionModel:
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """Turn images into the input of the first block."""
-        return self._tokens(self._model, images), self.patch_embed.grid(*images.shape[-2:])
+        return self._stem.forward_features(images), self.patch_embed.grid(*images.shape[-2:])
 
     def forward_intermediates(
         self, images: Tensor, mask: Tensor | None = None
@@ -152,7 +143,7 @@ class TimmAttentionModel:
         """Do what `forward_intermediates` does, after `embed`."""
         tokens = []
         with ReadWeights(for_all_heads(mask, (len(x), 1, x.shape[1], x.shape[1]))) as read:
-            positions = self._positions(self._model, grid)
+            positions = FAMILIES[self._base](self._model, grid)
             for block, position in zip(self.blocks, positions, strict=True):
                 x = block(x, **position)
                 tokens.append(x)
