@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch.optim
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from torchvision import datasets as tv
 
 from vit.config import OPTIMIZERS
 from vit.data.specs import DATASETS
@@ -133,6 +134,9 @@ def test_every_change_is_short() -> None:
 def test_every_entry_names_what_exists() -> None:
     for entry in DATASETS.values():
         assert callable(resolve_name(f"vit.data.{entry.reader}"))
+        is_torchvisions = entry.reader == "published:read_torchvision"
+        assert hasattr(tv, entry.torchvision) if entry.torchvision else not is_torchvisions
+        assert bool(entry.archive) == bool(entry.torchvision)
     for kind in ALL_KINDS.values():
         assert callable(resolve_name(f"vit.explain.{kind.function}"))
     for optimizer in OPTIMIZERS.values():

@@ -14,7 +14,6 @@ from functools import partial
 from hashlib import sha256
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from small_runs import load
 from vit.data import published
 from vit.data.config import DataConfig
 from vit.data.datasets import load_training, open_images
-from vit.data.specs import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
 CLASSES = ("low", "middle", "high")
@@ -164,8 +162,7 @@ def refused(data: DataConfig) -> str:
     error, message = info.value, str(info.value)
     assert error.__context__ is None  # one traceback, not three
     assert message.startswith(f"data.root: {data.name} is not in {data.root}")
-    place = resolve_name(f"vit.data.{DATASETS[data.name].reader}").args[-1]
-    for part in (f"Put {place} into {data.root}", "--data.root", "`make demo`"):
+    for part in (f"Put {data.spec.archive} into {data.root}", "--data.root", "`make demo`"):
         assert part in message and "\n" not in message
     return message
 
