@@ -18,7 +18,7 @@ from vit.model.attention import (
     padding_mask,
     scaled_dot_product_attention,
 )
-from vit.model.timm_attention import TimmAttentionModel
+from vit.model.attention_model import TimmAttentionModel
 
 QUERIES, KEYS, WIDTH, VALUE_WIDTH = 5, 7, 4, 6
 
