@@ -6,17 +6,34 @@ number does not determine it. Patches follow each other row by row.
 Shapes: B batch, C colour channels, D token width, P patches (rows x columns).
 """
 
-from typing import Literal
+from functools import wraps
+from typing import Any, Literal
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from vit.model.positions import Grid
-from vit.model.tracing import leaf_of_graphs
 
 WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
+
+
+def leaf_of_graphs(forward: Any) -> Any:
+    """Keep a module as one node of torch.fx's graphs, because it cannot follow its branches.
+
+    torchvision's `create_feature_extractor` reads layers from such a graph.
+    """
+
+    @wraps(forward)
+    def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, torch.fx.Proxy):
+            return forward(module, x, *args, **kwargs)
+        tracer: Any = x.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, *args), kwargs)
+
+    return call
 
 
 class PatchEmbed(nn.Module):

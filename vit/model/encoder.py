@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vit.model.attention import MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
+from vit.model.embed import leaf_of_graphs
 from vit.model.positions import Grid
-from vit.model.tracing import leaf_of_graphs
 from vit.model.whole_attention import WholeAttention
 
 
