@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from torchvision import datasets as tv
 
 from vit.config import OPTIMIZERS
-from vit.data.specs import DATASETS
+from vit.data.config import DATASETS
 from vit.explain.kinds import ALL_KINDS
 from vit.tensorboard_plugin.encoding import decode_details
 

@@ -42,7 +42,7 @@ from benchmarks.speed.train_step import (
 from benchmarks.timing import take_turns, timed
 from vit.cli import parse_train
 from vit.config import Config
-from vit.data.specs import DATASETS
+from vit.data.config import DATASETS
 from vit.hardware import choose_device, describe
 from vit.model.config import PATCH_SIZE
 

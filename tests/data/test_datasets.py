@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from small_runs import load
-from vit.data.config import DataConfig
+from vit.data.config import DATASETS, DataConfig
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.sampling import held_out
 from vit.data.shapes import KINDS, draw_shapes
-from vit.data.specs import DATASETS
 
 ROOT = Path(__file__).resolve().parents[2] / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}

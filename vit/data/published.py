@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from vit.console import say, shorten
-from vit.data.config import DataConfig
+from vit.data.config import DATASETS, DataConfig, DatasetSpec
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class
-from vit.data.specs import DATASETS, DatasetSpec
 from vit.data.stream import ImageFiles
 
 DIGITS_TEST_FRACTION = 0.2

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from vit.data.config import DataConfig
+from vit.data.config import DATASETS, DataConfig
 from vit.data.images import ImageSet
-from vit.data.specs import DATASETS
 from vit.seeding import fold_in
 
 SIZE = DATASETS["shapes"].image_size[0]  # height and width of an image, pixels

@@ -8,6 +8,7 @@ Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L laye
 """
 
 import copy
+from types import SimpleNamespace
 from typing import Any, TypeAlias, Union
 
 from torch import Tensor, nn
@@ -140,19 +141,6 @@ def _without_kernel(block: Any) -> Any:
     return _with(block, attn=attn)
 
 
-class TimmPatches:
-    """The division of an image into patches by a timm ViT, like our PatchEmbed."""
-
-    def __init__(self, patch_embed: Any) -> None:
-        self._patch_embed = patch_embed
-        self.patch_size: int = patch_embed.feat_ratio()
-
-    def grid(self, height: int, width: int) -> Grid:
-        """Return the grid of an image with this height and width in pixels."""
-        rows, columns = self._patch_embed.dynamic_feat_size((height, width))
-        return rows, columns
-
-
 class TimmAttentionModel:
     """Reads the attention of a timm model, and neither changes nor hooks it.
 
@@ -163,7 +151,11 @@ class TimmAttentionModel:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._stem = _with(model, blocks=nn.Sequential(), norm=nn.Identity())
-        self.patch_embed = TimmPatches(model.patch_embed)
+        patches = model.patch_embed
+        self.patch_embed = SimpleNamespace(  # what `PatchEmbed` calls them
+            patch_size=patches.feat_ratio(),
+            grid=lambda height, width: patches.dynamic_feat_size((height, width)),
+        )
         self.blocks = [_without_kernel(block) for block in model.blocks]
         self.num_prefix_tokens: int = model.num_prefix_tokens
         self.global_pool: str = model.global_pool

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from vit.config import Config
 from vit.console import warn
-from vit.data.config import DataConfig
+from vit.data.config import IMAGENET, DataConfig
 from vit.data.preprocess import Preprocess
-from vit.data.specs import IMAGENET
 from vit.files import require_file
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS

@@ -10,13 +10,12 @@ from tqdm import tqdm
 
 from vit.calibration import energy
 from vit.classifier import Classifier
-from vit.data.config import DataConfig
+from vit.data.config import DATASETS, DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
 from vit.data.photos import find_photos
 from vit.data.sampling import balanced_subset
-from vit.data.specs import DATASETS
 from vit.data.stream import ImageFiles
 from vit.explain.charts import scores_picture
 from vit.intervals import bootstrap
