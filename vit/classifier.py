@@ -129,9 +129,9 @@ class Classifier:
     ) -> Tensor:
         """Apply a function to images in parts; on a CPU, each core works on another part."""
         size = self.part_size(batch_size)
-        parts = images.split(size) if isinstance(images, Tensor) else images.parts(size)
+        pixels = images if isinstance(images, Tensor) else images.images
         count = max(1, math.ceil(len(images) / size))
-        return torch.cat(map_on_cores(work, parts, min(self.threads, count)))
+        return torch.cat(map_on_cores(work, pixels.split(size), min(self.threads, count)))
 
     def _classify(self, images: Tensor) -> Tensor:
         inputs = self.normalize(images)

@@ -114,7 +114,7 @@ def with_statistics(classifier: Classifier, images: ImageSet) -> Classifier:
             module.reset_running_stats()
             module.momentum = None  # the mean over all batches
             module.train()
-    for part in images.parts(SAMPLE // 4):
+    for part in images.images.split(SAMPLE // 4):
         with autocast(classifier.device, classifier.precision):
             model(classifier.normalize(part))
     return dataclasses.replace(classifier, model=model.eval())

@@ -82,7 +82,7 @@ def test_images_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
             assert torch.equal(one.pixels(), other.images)
             some = torch.tensor([4, 0, 4])
             assert torch.equal(one.select(some).pixels(), other.select(some).images)
-            assert torch.equal(torch.cat(list(one.parts(7))), other.images)
+            assert torch.equal(torch.cat(list(one.images.split(7))), other.images)
 
 
 # Runs.

@@ -103,7 +103,7 @@ def test_statistics_of_images_are_those_of_torch(tmp_path: Path) -> None:
     images = choose_images(loop.training, 256, 0)
     classifier = loop.classifier()
     expected = copy.deepcopy(classifier.model).train()
-    update_bn([classifier.normalize(part) for part in images.parts(128)], expected)
+    update_bn([classifier.normalize(part) for part in images.images.split(128)], expected)
     own = with_statistics(classifier, images).model
     assert not own.training and any("running_mean" in name for name, _ in own.named_buffers())
     for (name, buffer), other in zip(own.named_buffers(), expected.buffers(), strict=True):

@@ -157,7 +157,7 @@ def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Maps:
     """Return the rollout of all test images in fractions, (N, rows, columns); None without maps."""
     if (reader := attention_model(classifier.model)) is None:
         return None
-    parts = test.parts(batch_size)
+    parts = test.images.split(batch_size)
     maps = (classifier.maps(part, precision=classifier.precision)[1]["rollout"] for part in parts)
     uniform = torch.cat([part.cpu() for part in maps])
     return uniform / (reader.num_prefix_tokens + uniform[0].numel())

@@ -100,10 +100,6 @@ class ImageSet:
         """Return the set with all images decoded."""
         return dataclasses.replace(self, images=self.pixels())
 
-    def parts(self, size: int) -> Iterable[Tensor]:
-        """Yield the images in their order, at most `size` at a time: (n, channels, H, W) uint8."""
-        return self.images.split(size)
-
     def batches(self, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images (B, channels, H, W) and labels (B,) at each row of indices (steps, B)."""
         rows = indices.to(self.device)

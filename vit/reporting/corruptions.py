@@ -74,7 +74,7 @@ def classify_corrupted(
                 logits = [classifier.logits(images, batch_size) for images in changed]
                 return torch.stack(logits).argmax(dim=2).cpu()
 
-            parts = map_on_cores(classify, images.parts(size), torch.get_num_threads())
+            parts = map_on_cores(classify, images.images.split(size), torch.get_num_threads())
             correct[kind] = torch.cat(parts, dim=1) == labels
             with open_atomically(path) as file:
                 np.savez_compressed(file, settings=settings, **correct)  # type: ignore[arg-type]
