@@ -219,7 +219,7 @@ def test_every_field_of_a_checkpoint_that_is_a_folder(model: Path, tmp_path: Pat
         key: value for key, value in vars(checkpoint_of(model)).items()
         if key not in ("model", "ema", "optimizers", "folder")
     }  # fmt: skip
-    state |= {"points": [[1.0, 0.5]], "preprocess": state["preprocess"].to_dict()}
+    state |= {"points": [[1.0, 0.5]], "preprocess": to_dict(state["preprocess"])}
     state["config"] = {"data": {"name": "shapes"}}
 
     def write(variant: Any) -> Path:

@@ -43,9 +43,9 @@ def test_the_config_sets_it_and_files_without_the_newer_fields_are_read() -> Non
     grey = Preprocess.from_config(DataConfig(name="folder", channels=1))
     assert (grey.mean, grey.std) == ((0.449,), (0.226,))  # ImageNet's, averaged
 
-    again = Preprocess(**json.loads(json.dumps(preprocess.to_dict())))
+    again = Preprocess(**json.loads(json.dumps(vars(preprocess))))
     assert again == preprocess and hash(again) == hash(preprocess)
-    old = {key: CIFAR10.to_dict()[key] for key in ("image_size", "mean", "std", "interpolation")}
+    old = {key: vars(CIFAR10)[key] for key in ("image_size", "mean", "std", "interpolation")}
     assert Preprocess(**old) == CIFAR10
 
 

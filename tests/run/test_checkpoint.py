@@ -46,7 +46,7 @@ def new_classifier(config: Config) -> Classifier:
 def state(config: Config, step: int = 1) -> Checkpoint:
     model = build_model(config.model, PREPROCESS, len(CLASSES)).state_dict()
     about = {"config": to_dict(config), "classes": list(CLASSES)}
-    return Checkpoint(step=step, model=model, preprocess=PREPROCESS.to_dict(), **about)
+    return Checkpoint(step=step, model=model, preprocess=to_dict(PREPROCESS), **about)
 
 
 def torch_bytes(value: Any) -> bytes:

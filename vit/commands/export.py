@@ -116,7 +116,7 @@ def _export(saved: SavedModel, name: str, draft: Path) -> str:
 
 def preprocess_program(preprocess: Preprocess) -> bytes:
     """Return `vit.data.pixels` as a program that ends with `load` for a model's images."""
-    fields = "".join(f"    {key}={value!r},\n" for key, value in preprocess.to_dict().items())
+    fields = "".join(f"    {key}={value!r},\n" for key, value in vars(preprocess).items())
     return f"{inspect.getsource(pixels)}\n\nload = ArrayPreprocess(\n{fields}).load\n".encode()
 
 

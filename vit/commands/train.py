@@ -170,7 +170,7 @@ def build_loop(
     evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
     compiled = {"compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch}
     about: dict[str, Any] = {
-        "config": to_dict(config), "preprocess": step.preprocess.to_dict(),
+        "config": to_dict(config), "preprocess": to_dict(step.preprocess),
         "classes": list(step.classes), "num_images": len(training),
         "fingerprint": training.fingerprint, "environment": {**run.environment(), **compiled},
     }  # fmt: skip

@@ -218,12 +218,11 @@ def pixelate(x: Array, rng: Random, fraction: float) -> Array:
 
 def jpeg(x: Array, rng: Random, quality: float) -> Array:
     """Compress with Pillow, each channel on its own unless there are three."""
-    images = _to_bytes(x).transpose(1, 2, 0)[None] if len(x) == 3 else _to_bytes(x)
     changed = []
-    for image in images:
+    for image in _to_bytes(x).transpose(1, 2, 0)[None] if len(x) == 3 else _to_bytes(x):
         Image.fromarray(image).save(file := io.BytesIO(), "JPEG", quality=round(quality))
         changed.append(np.asarray(Image.open(file)) / 255)
-    return np.moveaxis(changed[0], -1, 0) if len(x) == 3 else np.stack(changed)
+    return np.dstack(changed).transpose(2, 0, 1)
 
 
 def _to_bytes(x: Array) -> Array:

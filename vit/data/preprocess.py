@@ -6,7 +6,7 @@ Shapes: N images, C channels, H height, W width.
 import dataclasses
 import functools
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -49,10 +49,6 @@ class Preprocess(ArrayPreprocess):
         """Return the preprocessing of a data set with the image size, fit and channels given."""
         spec = data.spec
         return cls(spec.image_size, spec.mean, spec.std, fit=data.fit)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return dataclasses.asdict(self)
 
     def stored(self) -> "Preprocess":
         """Return the preprocessing of training images that will be cropped at random."""

@@ -163,7 +163,7 @@ def metadata(classifier: Classifier) -> dict[str, str]:
     rows, columns = preprocess.image_size
     return {
         "classes": json.dumps(classifier.classes),
-        "preprocess": json.dumps(preprocess.to_dict()),
+        "preprocess": json.dumps(vars(preprocess)),
         "input": f"float32 (batch, {preprocess.channels}, {rows}, {columns}), normalized: "
         "(pixels / 255 - mean) / std",
     }

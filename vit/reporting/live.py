@@ -177,7 +177,7 @@ def _spec(classifier: Classifier, planned: int) -> LiveSpec:
     floats = sum(tensor.numel() for tensor in _named_weights(classifier.model).values())
     channels: Any = preprocess.channels
     return LiveSpec(
-        **preprocess.to_dict(), channels=channels, grid=grid, prefix=model.num_prefix_tokens,
+        **vars(preprocess), channels=channels, grid=grid, prefix=model.num_prefix_tokens,
         layers=layers, heads=heads, classes=list(classifier.classes), floats=floats,
         planned=planned, left_out=0,
     )  # fmt: skip

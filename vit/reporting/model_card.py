@@ -34,7 +34,7 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
     content = {
         "library_name": LIBRARY,
         "config": to_dict(config),
-        "preprocess": saved.preprocess.to_dict(),
+        "preprocess": to_dict(saved.preprocess),
         "label_names": list(saved.classes),
     }
     folder.mkdir(parents=True)

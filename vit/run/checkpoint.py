@@ -108,7 +108,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
     path = checkpoint_path(run, checkpoint.step).with_suffix(".pt")
     path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    preprocess = checkpoint.preprocess and checkpoint.preprocess.to_dict()
+    preprocess = checkpoint.preprocess and to_dict(checkpoint.preprocess)
     plain = {"config": to_dict(checkpoint.config), "preprocess": preprocess}
     torch.save({**vars(checkpoint), **plain}, buffer)
     write_atomically(path, seal(buffer.getvalue()))
