@@ -40,8 +40,8 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
     """Check an attention: a function or a class of a head, or a whole module's class.
 
     Returns:
-        A row for each property; with_cost also time and memory. `print(*rows, sep="\\n")` prints
-        them as the command does.
+        A row for each property; with_cost also time and memory. `str(row)` is what the command
+        shows.
     """
     attention = with_all_arguments(attention)
     rows: list[Row] = []

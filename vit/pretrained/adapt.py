@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vit.config import Config
 from vit.console import shorten, sides
+from vit.data.config import DatasetSpec
 from vit.data.preprocess import Preprocess
-from vit.data.specs import DatasetSpec
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.timm_model import NORM_EPS, complete_arguments, create

@@ -32,6 +32,7 @@ OF_TIMMS_VIT = (
 )  # fmt: skip
 LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
 NOT_IN_TIMM = {"stem": "linear", "stem_width": None, "mlp_conv": False, "attention": "dot"}
+NOT_IN_TIMM |= {"rel_pos": "none"}
 
 
 def settings_of_config(model: ModelConfig) -> dict[str, Any]:
