@@ -233,6 +233,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
     hidden, shown = ((weights * (m[:, None] & usual)).abs() for m in (~keep, keep))
     by_image = hidden.amax(dim=(1, 2, 3))
+    sums = (weights - seen.weights).sum(dim=-1, keepdim=True)
     after = "the mask is applied after the softmax, so rows do not sum to 1; mask the scores"
     advice = ""
     if torch.allclose(weights, seen.weights):
@@ -244,7 +245,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "the mask of one image is used for others: it has a row for each image"
     elif by_image.max() > CLOSE:
         advice = "hidden keys keep weight: fill their scores with -inf before the softmax"
-    elif seen.scores is not None and (weights - seen.weights).sum(dim=-1).abs().max() > 0.01:
+    elif seen.scores is not None and (sums * usual).abs().max() > 0.01:
         advice = after
     if advice:
         return Row(what, "failed", f"largest hidden weight {hidden.max():.1g}", advice)
