@@ -20,13 +20,12 @@ from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
 from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.maps import DEFAULTS, attention_maps
-from vit.hardware import autocast, describe
+from vit.hardware import autocast, describe, map_on_cores
 from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
 from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
 from vit.model.whole_attention import WholeAttention
-from vit.parallel import map_on_cores
 from vit.settings import require
 
 PART = 64  # images per forward pass on a CPU, whose activations fit into a core's cache

@@ -1,14 +1,20 @@
-"""The device a run computes on and its precision; cores and memory."""
+"""The device a run computes on and its precision; cores, threads and memory."""
 
 import contextlib
 import math
 import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from vit.console import counted
 
+T = TypeVar("T")
+R = TypeVar("R")
 CGROUP = Path("/sys/fs/cgroup")  # the limits of a container on Linux
 
 
@@ -102,3 +108,38 @@ def free_memory() -> int:
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         free = min(free, max(0, limit - used + int(stat["inactive_file"])))  # which can be freed
     return free
+
+
+@contextlib.contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Limit torch to `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
+    """Apply a function to items, each thread to one at a time; return the results in order.
+
+    torch divides every operation among the cores and waits for all of them, which costs small
+    models more than it saves. Here each thread computes on one core, and all are waited for once, at
+    the end; a single thread is the calling one, with all of its cores. At most
+    two items per thread are in memory, and the calling thread takes them from their iterator.
+    Modes of torch (`no_grad`, autocast) belong to a thread: `work` sets those that it needs.
+    """
+    if threads == 1:
+        return [work(item) for item in items]
+    results: list[R] = []
+    pending: deque[Future[R]] = deque()
+    with (
+        on_cores(1),
+        ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        for item in items:
+            if len(pending) == 2 * threads:
+                results.append(pending.popleft().result())
+            pending.append(pool.submit(work, item))
+        return results + [future.result() for future in pending]

@@ -8,7 +8,7 @@ that are run by default need nothing but torch; `compiled` needs a C++ compiler,
 packages of `pip install -e .[export]`.
 
 `Classifier.logits` is the route "quick, bfloat16". In those marked "shared" all cores share every
-operation; in the others each core classifies its own parts of 64 images (`vit.parallel`). Expect
+operation; in the others each core classifies its own parts of 64 images (`vit.hardware`). Expect
 that to be faster, most of all where the CPU computes natively in bfloat16, with equal accuracy.
 """
 
@@ -29,9 +29,8 @@ from vit.classifier import PART, Classifier
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
 from vit.data.images import ImageSet
-from vit.hardware import autocast, describe
+from vit.hardware import autocast, describe, map_on_cores
 from vit.model_file import SavedModel
-from vit.parallel import map_on_cores
 from vit.pretrained.load import load as load_model
 
 CPU = torch.device("cpu")

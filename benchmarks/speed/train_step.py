@@ -36,9 +36,8 @@ from vit.cli import parse_train
 from vit.config import Config
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.hardware import autocast, choose_precision, describe
+from vit.hardware import autocast, choose_precision, describe, on_cores
 from vit.model.vit import VisionTransformer
-from vit.parallel import on_cores
 from vit.training.build import build_step, mean_step_seconds
 from vit.training.build import compiled as compile_model
 from vit.training.start import Run

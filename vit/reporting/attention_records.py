@@ -29,8 +29,8 @@ from vit.explain.lrp import token_relevance
 from vit.explain.maps import DEFAULTS, MAP_KINDS, layout_of, map_of, patches_of, title_of
 from vit.explain.rollout import attention_gradients
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
+from vit.hardware import map_on_cores
 from vit.model.attention_model import prefix_names, require_attention
-from vit.parallel import map_on_cores
 from vit.tensorboard_plugin.records import (
     LENS_CLASSES,
     MAX_WEIGHTS,

@@ -18,8 +18,8 @@ from vit.data.severities import CORRUPTIONS
 from vit.explain.charts import corruption_chart
 from vit.explain.figures import corruption_picture
 from vit.files import open_atomically, require_file
+from vit.hardware import map_on_cores
 from vit.intervals import Z, average, fraction, interval_of_mean
-from vit.parallel import map_on_cores
 from vit.reporting.tables import Part, markdown_table, text_table, with_interval
 from vit.run.folder import CORRUPTIONS_FILE
 

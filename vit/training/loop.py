@@ -21,8 +21,7 @@ from vit.data.images import ImageSet
 from vit.data.sampling import balanced_batches, epoch_batches
 from vit.distributed.world import Diverged, Stopped, StopRequest
 from vit.evaluation import Evaluator
-from vit.hardware import local_processes
-from vit.parallel import on_cores
+from vit.hardware import local_processes, on_cores
 from vit.run.tracker import Tracker
 from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep

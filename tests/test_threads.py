@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vit
-from vit.parallel import map_on_cores
+from vit.hardware import map_on_cores
 
 
 @pytest.fixture(autouse=True)
