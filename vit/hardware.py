@@ -125,9 +125,9 @@ def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> li
     """Apply a function to items, each thread to one at a time; return the results in order.
 
     torch divides every operation among the cores and waits for all of them, which costs small
-    models more than it saves. Here each thread computes on one core, and all are waited for once, at
-    the end; a single thread is the calling one, with all of its cores. At most
-    two items per thread are in memory, and the calling thread takes them from their iterator.
+    models more than it saves. Here each thread computes on one core, and all are waited for once.
+    A single thread is the calling one, with all of its cores. At most two items per thread are in
+    memory, and the calling thread takes them from their iterator.
     Modes of torch (`no_grad`, autocast) belong to a thread: `work` sets those that it needs.
     """
     if threads == 1:
