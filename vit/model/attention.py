@@ -68,7 +68,8 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores.softmax(dim=-1)
     if mask.is_floating_point():
-        scores, mask = scores + mask, mask > -torch.inf
+        finite = mask.clamp(min=torch.finfo(scores.dtype).min / 2)  # no row becomes NaN
+        return (scores + finite).softmax(dim=-1) * (mask > -torch.inf).any(dim=-1, keepdim=True)
     # With the lowest finite number instead of -inf, the softmax of a fully masked row is uniform,
     # not NaN, and the second masked_fill sets it to zero. In all other rows masked weights
     # underflow to zero by themselves.

@@ -84,30 +84,29 @@ class RotaryPositions(Positions):
         ValueError: head_dim is not a multiple of 4.
     """
 
+    frequencies: Tensor  # (d / 4,)
+    quarter: Tensor  # (d, d), turns pairs of channels by 90 degrees: (x, y) @ quarter = (-y, x)
+
     def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
         super().__init__(num_heads, head_dim, grid, num_prefix_tokens)
         if head_dim % 4:
             raise ValueError(f"rel_pos: rope needs a head width that 4 divides, not {head_dim}")
         steps = torch.arange(head_dim // 4) / (head_dim // 4)
         self.register_buffer("frequencies", TEMPERATURE**-steps, persistent=False)
-
-    frequencies: Tensor
+        quarter = torch.block_diag(*[torch.tensor([[0.0, 1], [-1, 0]])] * (head_dim // 2))
+        self.register_buffer("quarter", quarter, persistent=False)
 
     def before(
         self, query: Tensor, key: Tensor, value: Tensor, grid: Grid
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate queries and keys."""
-        return self.turn(query, grid), self.turn(key, grid), value
-
-    def turn(self, x: Tensor, grid: Grid) -> Tensor:
-        """Rotate queries or keys (B, H, N, d)."""
-        rows, columns = coordinates(grid, x.device)
+        rows, columns = coordinates(grid, query.device)
         angles = torch.cat([place[:, None] * self.frequencies for place in (columns, rows)], dim=1)
-        cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)  # (P, d / 2)
-        prefix, patches = x.tensor_split([self.num_prefix_tokens], dim=2)
-        first, second = patches.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = first * cosines - second * sines, first * sines + second * cosines
-        return torch.cat([prefix, torch.stack(turned, dim=-1).flatten(-2)], dim=2)
+        angles = F.pad(angles, (0, 0, self.num_prefix_tokens, 0)).repeat_interleave(2, dim=1)
+        cosines, sines = angles.cos().to(query.dtype), angles.sin().to(query.dtype)  # (N, d)
+        quarter = self.quarter.to(query.dtype)
+        query, key = (x * cosines + (x @ quarter) * sines for x in (query, key))
+        return query, key, value
 
 
 class RelativePositions(Positions):
@@ -130,32 +129,32 @@ class RelativePositions(Positions):
             nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02)) for _ in range(4)
         )
 
-    def offsets(self, place: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return which vector each token uses for each row or column, (N, S), and ones, (N, S).
+    def offsets(self, grid: Grid, device: torch.device) -> list[Tensor]:
+        """Return the vector in a table of each token for each row, (N, S), and for each column.
 
-        `place` is the row or column of the patches, (P,), of S = `size`; the prefix is one more.
+        S is the number of rows or columns; with a prefix, which has a place of its own, one more.
         """
-        prefix = self.num_prefix_tokens
-        index = (torch.arange(size, device=place.device) - place[:, None]).clamp(-REACH, REACH)
-        index, ones = index + REACH, F.one_hot(place, size)
-        if prefix:
-            index = F.pad(
-                F.pad(index, (0, 1), value=2 * REACH + 1), (0, 0, prefix, 0), value=2 * REACH + 2
-            )
-            own = F.one_hot(place.new_full((prefix,), size), size + 1)
-            ones = torch.cat([own, F.pad(ones, (0, 1))])
-        return index, ones
+        indices, prefix = [], self.num_prefix_tokens
+        for place, size in zip(coordinates(grid, device), grid, strict=True):
+            index = torch.arange(size, device=device) - place[:, None]
+            index = index.clamp(-REACH, REACH) + REACH
+            if prefix:
+                index = F.pad(index, (0, 1), value=2 * REACH + 1)
+                index = F.pad(index, (0, 0, prefix, 0), value=2 * REACH + 2)
+            indices.append(index)
+        return indices
 
     def before(
         self, query: Tensor, key: Tensor, value: Tensor, grid: Grid
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Extend queries, keys and values (B, H, N, d) by rows and columns."""
+        """Extend queries, keys and values by rows and columns."""
         queries, ones = [query], []
-        tables = self.key_rows, self.key_columns
-        for place, size, table in zip(coordinates(grid, query.device), grid, tables, strict=True):
-            index, own = self.offsets(place, size)
-            products = query @ table.to(query.dtype).T
-            queries.append(products.gather(-1, index.expand(*query.shape[:2], -1, -1)))
+        tables, prefix = (self.key_rows, self.key_columns), self.num_prefix_tokens
+        indices, places = self.offsets(grid, query.device), coordinates(grid, query.device)
+        for table, index, place, size in zip(tables, indices, places, grid, strict=True):
+            vectors = table.to(query.dtype)[index]
+            queries.append(torch.einsum("b h n d, n s d -> b h n s", query, vectors))
+            own = F.one_hot(F.pad(place, (prefix, 0), value=size), index.shape[1])
             ones.append(own.to(query.dtype).expand(*query.shape[:2], -1, -1))
         wide = torch.cat(queries, dim=-1)
         wide = wide * math.sqrt(wide.shape[-1] / query.shape[-1])  # which attention divides by
@@ -163,15 +162,12 @@ class RelativePositions(Positions):
 
     def after(self, heads: Tensor, grid: Grid) -> Tensor:
         """Turn sums by row and column into sums of vectors."""
-        extra, width = int(self.num_prefix_tokens > 0), self.value_rows.shape[1]
-        output, *sums = heads.split([width, *(size + extra for size in grid)], dim=-1)
-        tables = self.value_rows, self.value_columns
-        for place, total, size, table in zip(
-            coordinates(grid, heads.device), sums, grid, tables, strict=True
-        ):
-            index = self.offsets(place, size)[0].expand_as(total)
-            by_offset = total.new_zeros(*total.shape[:-1], len(table)).scatter_add(-1, index, total)
-            output = output + by_offset @ table.to(heads.dtype)
+        tables, indices = (self.value_rows, self.value_columns), self.offsets(grid, heads.device)
+        widths = [self.value_rows.shape[1], *(index.shape[1] for index in indices)]
+        output, *sums = heads.split(widths, dim=-1)
+        for table, index, total in zip(tables, indices, sums, strict=True):
+            vectors = table.to(heads.dtype)[index]
+            output = output + torch.einsum("b h n s, n s d -> b h n d", total, vectors)
         return output
 
 
