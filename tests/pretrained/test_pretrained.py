@@ -38,6 +38,7 @@ from vit.pretrained.sources import (
     find_source,
     resolve_pretrained,
     settings_of_timm,
+    weights_of_timm,
 )
 from vit.pretrained.transformers import read_transformers
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
@@ -106,8 +107,62 @@ def test_ours_gives_timms_logits(name, arguments):
     theirs.load_state_dict(ours.state_dict(), strict=True)  # and back
 
 
+RELPOS: list[tuple[str, dict[str, Any], str]] = [
+    ("vit_relpos_small_patch16_224", {"rel_pos_type": "bias", "class_token": True}, "bias"),
+    ("vit_relpos_small_patch16_224", {"rel_pos_type": "mlp", "fc_norm": False}, "bias"),
+    ("vit_relpos_base_patch16_cls_224", {"rel_pos_type": "mlp-swin"}, "bias"),
+    ("vit_srelpos_small_patch16_224", {"rel_pos_type": "bias", "qk_norm": True}, "bias"),
+    ("vit_srelpos_small_patch16_224", {"class_token": True, "global_pool": "token"}, "bias"),
+    ("vit_small_patch16_rope_224", {}, "rope"),
+    ("vit_base_patch16_rope_ape_224", {"num_reg_tokens": 2, "global_pool": "avg"}, "rope"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "kind"), RELPOS)
+def test_positions_in_attention_give_timms_logits(name, arguments, kind, tmp_path):
+    """The folder as timm saves it, with a grid that is not square."""
+    arguments = VIT | {"img_size": (24, 40), "init_values": 0.1} | arguments
+    theirs = randomize(timm.create_model(name, num_classes=7, **arguments), 0.2)
+    save_timm(theirs, tmp_path / "saved", **arguments, num_classes=7)
+    found = find_source(str(tmp_path / "saved"), ModelConfig(pretrained="x"))
+    assert found.settings["rel_pos"] == kind and found.input_size == (3, 24, 40)
+    ours = VisionTransformer(img_size=(24, 40), in_chans=3, num_classes=7, **found.settings).eval()
+    ours.load_state_dict(found.weights, strict=True)
+    images = torch.randn(2, 3, 24, 40, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = theirs(images), ours(images)
+        mirrored = ours(images.flip(-1))
+    assert (expected[0] - expected[1]).abs().max() > 1e-2  # the image matters, and its places
+    assert (logits - mirrored).abs().max() > 1e-2
+    assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(16, 56), (40, 24)])
+def test_biases_of_another_grid_are_cut_or_repeat_the_border(size):
+    """As `BiasPositions` treats larger grids, whose patches are never farther in smaller ones."""
+    model = draw_timm(
+        "vit_relpos_base_patch16_cls_224", **VIT, img_size=(24, 40), rel_pos_type="bias"
+    )
+    source = Pretrained("x", settings_of_timm(model, "x"), weights_of_timm(model), (3, 24, 40))
+    weights, account = adapted(source, size, 8, 3, 1000)
+    (rows, columns), key = (side // 8 for side in size), "attn.rel_pos.relative_position_bias_table"
+    assert f"adapted: position biases 3 x 5 -> {rows} x {columns} patches" in account
+    for layer in range(2):
+        old, new = (state[f"blocks.{layer}.{key}"] for state in (source.weights, weights))
+        assert torch.equal(new[-3:], old[-3:])  # of the class token
+        old, new = old[:-3].view(5, 9, 3), new[:-3].view(2 * rows - 1, 2 * columns - 1, 3)
+        for down in range(1 - rows, rows):
+            for across in range(1 - columns, columns):
+                nearest = old[min(max(down, -2), 2) + 2, min(max(across, -4), 4) + 4]
+                assert torch.equal(new[down + rows - 1, across + columns - 1], nearest)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("eva02_tiny_patch14_224", {}, "EvaAttention.* RotaryEmbeddingCat"),
+    ("eva02_tiny_patch14_224", {}, "EvaAttention, GluMlp, SiLU"),
+    ("vit_relpos_small_patch16_rpn_224", {}, "ResPostRelPosBlock"),
+    ("vit_small_patch16_rope_mixed_224", {}, "RotaryEmbeddingMixed"),
+    ("vit_small_patch16_rope_224", {"rope_temperature": 10.0}, r"rope\.temperature=10\.0"),
+    ("vit_pe_spatial_base_patch16_512", {}, r"rope\.temperature=.*grid_offset=1\.0, "),
     ("vit_base_patch16_siglip_224", {}, "AttentionPoolLatent"),
     ("test_vit4", {}, "RmsNorm"),
     ("test_vit", {"act_layer": "relu"}, "ReLU"),
@@ -137,6 +192,30 @@ def test_architecture_is_inferred_from_a_state_dict(name):
     assert all(f"{key}={expected[key]}" in source.notes[0] for key in UNKNOWN)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("vit_small_patch16_rope_224", "rope"),
+        ("vit_relpos_small_patch16_224", "bias"),
+        ("vit_relpos_base_patch16_cls_224", "bias"),
+    ],
+)
+def test_positions_in_attention_are_inferred_from_a_state_dict(name, kind):
+    """Rotary positions have no weights, so the config names them."""
+    with torch.device("meta"):
+        arguments = {} if kind == "rope" else {"rel_pos_type": "bias"}
+        model = timm.create_model(name, depth=2, **arguments)
+    expected = settings_of_timm(model, name)
+    told = UNKNOWN + (("rel_pos",) if kind == "rope" else ())
+    config = ModelConfig(pretrained="x", **{key: expected[key] for key in told})
+    source = complete(name, model.state_dict(), config)
+    assert source.settings == expected
+    assert source.weights.keys() == weights_of_timm(model).keys()
+    assert ("rel_pos=rope" in source.notes[0]) == (kind == "rope")
+    if kind == "bias":
+        assert source.input_size == (3, 224, 224)
+
+
 def test_heads_are_inferred_where_their_norms_tell():
     model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, qk_norm=True)
     source = complete("x", model.state_dict(), ModelConfig(num_heads=2))
@@ -147,7 +226,10 @@ def test_heads_are_inferred_where_their_norms_tell():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pos_embed": None}, "no position embeddings.*--model.pos_embed none"),
+        (
+            {"pos_embed": None},
+            "no position embeddings.*--model.rel_pos rope.*--model.pos_embed none",
+        ),
         ({"blocks.0.attn.q_bias": torch.zeros(24)}, 'Unexpected key.* "blocks.0.attn.q_bias"'),
         ({"patch_embed.proj.weight": None}, "not a Vision Transformer .* no patch_embed.proj"),
         ({"blocks.1.norm1.weight": None}, 'Missing key.* "blocks.1.norm1.weight"'),

@@ -62,6 +62,20 @@ class BiasPositions(Positions):
 
     def bias(self, grid: Grid) -> Tensor:
         """Return what is added to the scores of each head, (H, N, N)."""
+        return self.relative_position_bias_table[self.index(grid)].permute(2, 0, 1)
+
+    @torch.no_grad()
+    def tabulate(self, bias: Tensor) -> Tensor:
+        """Set the table from a bias in the constructor's grid, (H, N, N): the inverse of `bias`.
+
+        Returns:
+            The table, (offsets, H). Pairs of tokens with the same offset must have the same bias.
+        """
+        self.relative_position_bias_table[self.index(self.grid)] = bias.permute(1, 2, 0)
+        return self.relative_position_bias_table.detach()
+
+    def index(self, grid: Grid) -> Tensor:
+        """Return the row of the table for each pair of tokens, (N, N)."""
         table, (rows, columns) = self.relative_position_bias_table, self.grid
         down, across = (x[:, None] - x for x in coordinates(grid, table.device))
         down = down.clamp(1 - rows, rows - 1) + rows - 1
@@ -70,7 +84,14 @@ class BiasPositions(Positions):
         index = F.pad(index, (prefix, 0), value=len(table) - 2)  # patch to prefix
         index = F.pad(index, (0, 0, prefix, 0), value=len(table) - 3)  # prefix to patch
         index[:prefix, :prefix] = len(table) - 1
-        return table[index].permute(2, 0, 1)
+        return index
+
+
+def fit_bias_table(table: Tensor, old_grid: Grid, grid: Grid, num_prefix_tokens: int) -> Tensor:
+    """Cut the table of `BiasPositions`, (offsets, H), to another grid, or repeat its border."""
+    old, new = (BiasPositions(table.shape[1], 0, g, num_prefix_tokens) for g in (old_grid, grid))
+    old.load_state_dict({"relative_position_bias_table": table})
+    return new.tabulate(old.bias(grid))
 
 
 class RotaryPositions(Positions):

@@ -34,7 +34,7 @@ class VisionTransformer(nn.Module):
     """A Vision Transformer with timm's parameter names.
 
     The defaults are the plain model of the paper, with the width of ViT-Ti. Without stem="conv",
-    head_dim and mlp_conv, timm's VisionTransformer loads its weights, and the other way round.
+    head_dim, mlp_conv and rel_pos, timm's VisionTransformer loads its weights, and vice versa.
 
     Args:
         img_size: Height and width in pixels of the images that position embeddings are for, or one

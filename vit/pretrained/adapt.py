@@ -14,8 +14,10 @@ from vit.data.config import DatasetSpec
 from vit.data.preprocess import Preprocess
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
+from vit.model.positions import fit_bias_table
 from vit.model.timm_model import NORM_EPS, complete_arguments, create
 from vit.model.vit import VisionTransformer
+from vit.pretrained.architecture import BIAS_TABLE
 
 HEAD = ("head.weight", "head.bias")
 CLASSES = 10  # any number does
@@ -110,8 +112,9 @@ def _fit_vit(
 ) -> tuple[Pretrained, list[str]]:
     """Fit weights of our VisionTransformer.
 
-    Positions are resampled to the grid, the patch embedding to the patch size by the pseudo-inverse
-    of resizing (arXiv 2212.08013) and to the channels by summing or repeating.
+    Positions are resampled to the grid and tables of biases cut or extended; the patch embedding is
+    resampled to the patch size by the pseudo-inverse of resizing (arXiv 2212.08013) and fitted to
+    the channels by summing or repeating.
     """
     from timm.layers.patch_embed import resample_patch_embed
     from timm.models import adapt_input_conv
@@ -123,11 +126,15 @@ def _fit_vit(
     before, now = source.settings["patch_size"], model.patch_size or PATCH_SIZE
     old_grid = (height // before, width // before)
     grid = (images.image_size[0] // now, images.image_size[1] // now)
+    tokens = source.settings["class_token"] + source.settings["reg_tokens"]
     if "pos_embed" in weights and grid != old_grid:
-        tokens = source.settings["class_token"] + source.settings["reg_tokens"]
         prefix = 0 if model.no_embed_class else tokens
         weights["pos_embed"] = resample_pos_embed(weights["pos_embed"], old_grid, grid, prefix)
         changes.append(f"positions {sides(old_grid)} -> {sides(grid)} patches")
+    if source.settings["rel_pos"] == "bias" and grid != old_grid:
+        for key in map(BIAS_TABLE.format, range(model.depth)):
+            weights[key] = fit_bias_table(weights[key], old_grid, grid, tokens)
+        changes.append(f"position biases {sides(old_grid)} -> {sides(grid)} patches")
     # The kernel of the first convolution, also of a convolutional stem.
     stem = next(k for k, v in weights.items() if k.startswith("patch_embed.proj.") and v.ndim == 4)
     if before != now:

@@ -32,7 +32,8 @@ OF_TIMMS_VIT = (
 )  # fmt: skip
 LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
 NOT_IN_TIMM = {"stem": "linear", "stem_width": None, "mlp_conv": False, "attention": "dot"}
-NOT_IN_TIMM |= {"rel_pos": "none"}
+# The table of `BiasPositions` in a block, by its number; timm's `RelPosBias` has the same.
+BIAS_TABLE = "blocks.{}.attn.rel_pos.relative_position_bias_table"
 
 
 def settings_of_config(model: ModelConfig) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
     """Infer an architecture from the names and shapes of a state dict with timm's names.
 
     A model with a class token and a norm before pooling is taken to classify the class token. The
-    number of heads is used unless the norms of queries and keys tell it.
+    number of heads is used unless the norms of queries and keys tell it. Rotary positions have no
+    weights, so they are not seen.
 
     Returns:
         Fields of `ModelConfig` without no_embed_class, norm_eps and act_layer.
@@ -87,6 +89,7 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
         "reg_tokens": 0 if registers is None else registers.shape[1],
         "global_pool": "token" if class_token and "fc_norm.weight" not in weights else "avg",
         "pos_embed": "learned" if "pos_embed" in weights else "none",
+        "rel_pos": "bias" if BIAS_TABLE.format(0) in weights else "none",
         "pre_norm": "norm_pre.weight" in weights,
         "fc_norm": "fc_norm.weight" in weights,
     }

@@ -13,10 +13,11 @@ from vit.config import Config
 from vit.console import shorten
 from vit.hub import HUB, download
 from vit.model.config import TIMM, ModelConfig
+from vit.model.positions import TEMPERATURE, BiasPositions
 from vit.model.timm_model import FROM_DATA, REFUSED
 from vit.model_file import bundled_models, is_own_file, load_saved
 from vit.pretrained.adapt import Pretrained, fit
-from vit.pretrained.architecture import adopt, settings_of_config, settings_of_weights
+from vit.pretrained.architecture import BIAS_TABLE, adopt, settings_of_config, settings_of_weights
 from vit.pretrained.transformers import read_transformers, transformers_folder
 from vit.run.folder import MODEL_FILE
 from vit.settings import suggest
@@ -29,7 +30,13 @@ ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu
 KNOWN_MODULES = {
     "VisionTransformer", "PatchEmbed", "Conv2d", "Block", "Attention", "Mlp", "Linear", "LayerNorm",
     "LayerScale", "Dropout", "PatchDropout", "DropPath", "Identity", "Sequential", "ModuleList",
-    *ACTIVATIONS,
+    "VisionTransformerRelPos", "RelPosBlock", "RelPosAttention", "Eva", "EvaBlock", "AttentionRope",
+    "RotaryEmbeddingCat", *ACTIVATIONS,
+}  # fmt: skip
+# Settings with which timm's RotaryEmbeddingCat is our `RotaryPositions`.
+ROPE = {
+    "temperature": TEMPERATURE, "grid_indexing": "xy", "grid_offset": 0, "ref_feat_shape": None,
+    "rotate_half": False, "aug_active": False,
 }  # fmt: skip
 
 
@@ -125,8 +132,9 @@ def _from_timm(name: str, timm_name: str, model: ModelConfig) -> Pretrained:
             settings = settings_of_timm(vit, name)
     loaded = _create(name, timm_name, pretrained=True)
     about, classes = loaded.pretrained_cfg, loaded.pretrained_cfg.get("label_names")
-    input_size = about["input_size"]
+    weights, input_size = loaded.state_dict(), about["input_size"]
     if model.name == "vit":
+        weights = weights_of_timm(loaded)
         input_size = (loaded.patch_embed.proj.in_channels, *loaded.patch_embed.img_size)
     else:
         unused, arguments = (*FROM_DATA, *REFUSED), loaded.pretrained_model_args
@@ -134,7 +142,7 @@ def _from_timm(name: str, timm_name: str, model: ModelConfig) -> Pretrained:
     return Pretrained(
         name,
         settings,
-        loaded.state_dict(),
+        weights,
         input_size,
         mean=tuple(about["mean"]),
         std=tuple(about["std"]),
@@ -159,10 +167,15 @@ def _create(name: str, timm_name: str, pretrained: bool) -> Any:
 
 def settings_of_timm(vit: Any, name: str) -> dict[str, Any]:
     """Read the architecture of a timm model; ValueError if our VisionTransformer lacks a part."""
-    missing = sorted({type(module).__name__ for module in vit.modules()} - KNOWN_MODULES)
+    kinds = {type(part).__name__ for key, part in vit.named_modules() if "rel_pos" not in key}
+    missing = sorted(kinds - KNOWN_MODULES)
+    rope = getattr(vit, "rope", None)
+    if rope and not missing:
+        own = {key: getattr(rope, key) for key in ROPE}
+        missing = [f"rope.{key}={own[key]}" for key in ROPE if own[key] != ROPE[key]]
     if not missing and vit.global_pool not in ("token", "avg"):
         missing.append(f"global_pool={vit.global_pool}")
-    if not missing and vit.pool_include_prefix:
+    if not missing and getattr(vit, "pool_include_prefix", False):
         missing.append("pool_include_prefix=True")
     if missing:
         raise ValueError(
@@ -171,13 +184,37 @@ def settings_of_timm(vit: Any, name: str) -> dict[str, Any]:
             f"builds it: add --model.name timm:{vit.pretrained_cfg['architecture']}"
         )
     block = vit.blocks[0]
+    settings = settings_of_weights(weights_of_timm(vit), block.attn.num_heads, name)
     return {
-        **settings_of_weights(vit.state_dict(), block.attn.num_heads, name),
+        **settings,
+        "rel_pos": "rope" if rope else settings["rel_pos"],
         "global_pool": vit.global_pool,
-        "no_embed_class": vit.no_embed_class,
+        "no_embed_class": getattr(vit, "no_embed_class", False),
         "norm_eps": block.norm1.eps,
         "act_layer": ACTIVATIONS[type(block.mlp.act).__name__],
     }
+
+
+def weights_of_timm(vit: Any) -> dict[str, Tensor]:
+    """Return the weights of a timm model that our VisionTransformer can represent, by our names.
+
+    Whatever computes position biases, for a block or for all, becomes the table of each block.
+    """
+    state = {key: value for key, value in vit.state_dict().items() if "rel_pos" not in key}
+    weights = by_our_names(state)
+    for layer, block in enumerate(vit.blocks):
+        computed = getattr(vit, "shared_rel_pos", None) or getattr(block.attn, "rel_pos", None)
+        if computed is not None:
+            bias = computed.eval().get_bias()[0]  # (H, N, N); there may be dropout in it
+            grid, prefix = vit.patch_embed.grid_size, vit.num_prefix_tokens
+            positions = BiasPositions(len(bias), 0, grid, prefix).to(bias)
+            weights[BIAS_TABLE.format(layer)] = positions.tabulate(bias)
+    return weights
+
+
+def by_our_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the layer scales of timm's Eva as in its other Vision Transformers."""
+    return {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", key): w for key, w in weights.items()}
 
 
 def _from_file(name: str, model: ModelConfig) -> Pretrained:
@@ -207,7 +244,11 @@ def complete(name: str, weights: dict[str, Tensor], model: ModelConfig) -> Pretr
 
     The images must be square. The notes name the fields in `UNKNOWN` that are the config's.
     """
+    weights = by_our_names(weights)
     settings = settings_of_weights(weights, model.num_heads, name)
+    assumed = UNKNOWN[1:] if settings["qk_norm"] else UNKNOWN
+    if model.rel_pos == "rope" and settings["rel_pos"] == "none":
+        settings["rel_pos"], assumed = "rope", (*assumed, "rel_pos")
     grid, prefix = 1, settings["class_token"] + settings["reg_tokens"]
     counted = prefix  # prefix tokens with positions
     if "pos_embed" in weights:
@@ -222,14 +263,17 @@ def complete(name: str, weights: dict[str, Tensor], model: ModelConfig) -> Pretr
                 "tokens and a grid that is not square, so its sides are not known; pass a folder "
                 "as timm saves it, with config.json"
             )
-    elif model.pos_embed != "none":
+    elif settings["rel_pos"] == "bias":
+        offsets = len(weights[BIAS_TABLE.format(0)]) - 3 * (prefix > 0)  # (2 grid - 1)²
+        grid = (math.isqrt(max(offsets, 1)) + 1) // 2
+    elif model.pos_embed != "none" and settings["rel_pos"] == "none":
         raise ValueError(
-            f"model.pretrained: {name} has no position embeddings; rotary positions are not "
-            "supported, but if the model has none, set --model.pos_embed none"
+            f"model.pretrained: {name} has no position embeddings; if its positions are rotary as "
+            "in timm's vit_*_rope_224, set --model.rel_pos rope; if it has none, --model.pos_embed "
+            "none; if it computes biases (vit_relpos_*), pass a folder as timm saves it"
         )
     settings["no_embed_class"] = counted != prefix
     settings |= {"norm_eps": model.norm_eps, "act_layer": model.act_layer}
-    assumed = UNKNOWN[1:] if settings["qk_norm"] else UNKNOWN
     note = "not in the file, from the config: " + ", ".join(f"{k}={settings[k]}" for k in assumed)
     if "num_heads" in assumed:
         width = settings["embed_dim"] / settings["num_heads"]
