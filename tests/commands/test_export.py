@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
-from models import save_untrained
+from models import randomize, save_untrained
 from vit.calibration import Calibration
 from vit.classifier import Classifier
 from vit.commands import export
@@ -51,6 +51,16 @@ MODELS: dict[str, dict[str, Any]] = {  # that timm has too
     "patches": {
         "class_token": True, "reg_tokens": 1, "no_embed_class": True, "fc_norm": False,
         "act_layer": "gelu_tanh",
+    },
+    "bias": {"rel_pos": "bias", "pos_embed": "none", "class_token": False, "global_pool": "avg"},
+    "bias, class token": {
+        "rel_pos": "bias", "pos_embed": "none", "qk_norm": True, "qkv_bias": False, "fc_norm": True,
+        "init_values": 0.1,
+    },
+    "rope": {"rel_pos": "rope", "pos_embed": "none", "mlp_ratio": 2.7},
+    "rope, positions": {
+        "rel_pos": "rope", "reg_tokens": 2, "no_embed_class": True, "global_pool": "avg",
+        "init_values": 0.1, "pre_norm": True, "qk_norm": True, "fc_norm": False,
     },
 }  # fmt: skip
 RGB = Preprocess((32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -81,10 +91,11 @@ def noise(preprocess: Preprocess, count: int) -> torch.Tensor:
 def test_timm_loads_the_same_model(tmp_path, name):
     preprocess = Preprocess((16, 40), (0.5,), (0.3,))
     run = save(tmp_path / "run", MODELS[name], preprocess)
-    (folder,) = write_exports(load(run, "cpu"), ExportConfig(formats=("timm",)))
+    classifier = load(run, "cpu", "float32")
+    randomize(classifier.model, 0.1)
+    (folder,) = write_exports(classifier, ExportConfig(formats=("timm",)))
     assert folder == run / "export/timm"
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    classifier = load(run, "cpu", "float32")
     inputs = classifier.normalize(noise(preprocess, 3))
     expected = classifier.scaled(classifier.forward(inputs))
     torch.testing.assert_close(model(inputs).detach(), expected, atol=1e-5, rtol=1e-5)
@@ -122,7 +133,16 @@ def test_transform_that_timm_makes_is_ours(tmp_path):
     [
         ({"stem": "conv", "mlp_conv": True}, "no model.stem=conv and no model.mlp_conv=True; "),
         ({"head_dim": 4}, "it differs from timm's in blocks.0.attn.proj.weight, "),
-        ({"rel_pos": "rope"}, "timm has no model.rel_pos=rope; export to onnx or torch"),
+        ({"rel_pos": "relative"}, "timm has no model.rel_pos=relative; export to onnx or torch"),
+        ({"rel_pos": "bias"}, "it differs from timm's in pos_embed; "),
+        (
+            {"rel_pos": "bias", "pos_embed": "none", "reg_tokens": 1},
+            "it differs from timm's in reg_token; ",
+        ),
+        (
+            {"rel_pos": "rope", "act_layer": "gelu_tanh"},
+            "timm has no model.act_layer=gelu_tanh with model.rel_pos=rope; ",
+        ),
         ({"attention": "cosine"}, "timm has no model.attention=cosine; export to onnx or torch"),
     ],
 )

@@ -11,6 +11,7 @@ torch.export take images that are normalized already; their metadata say how, as
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -29,11 +30,17 @@ from vit.model.timm_model import NORM_EPS, classifier_layers, complete_arguments
 from vit.model.variants import is_edited
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
-# Two of timm's Vision Transformers, by the epsilon of their layer norms, which is no argument. All
-# arguments are replaced by those of the model.
-TIMM_ARCHITECTURES = {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"}
-# Settings that timm's Vision Transformer does not have, and what it does instead.
-IN_TIMM = {"stem": "linear", "mlp_conv": False, "attention": "dot", "rel_pos": "none"}
+# timm's Vision Transformers, by `model.rel_pos` and the epsilon of their layer norms, which is no
+# argument. All arguments are replaced by those of the model.
+TIMM_ARCHITECTURES = {
+    "none": {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"},
+    "bias": {1e-6: "vit_relpos_small_patch16_224"},
+    "rope": {1e-6: "vit_small_patch16_rope_224"},
+}
+# Settings of which timm's Vision Transformers have some values only.
+IN_TIMM: dict[str, set[Any]] = {
+    "stem": {"linear"}, "mlp_conv": {False}, "attention": {"dot"}, "rel_pos": {*TIMM_ARCHITECTURES}
+}  # fmt: skip
 CROP_MODES = {"crop": "center", "pad": "border", "squash": "squash"}  # timm's words for `fit`
 TRACED_BATCH = 2  # torch.export takes a batch of 1 for a constant
 
@@ -57,7 +64,10 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
         arguments.pop(NORM_EPS, None)
         return config.name.removeprefix(TIMM), arguments
     own = vars(config)
-    if lacking := [f"model.{key}={own[key]}" for key in IN_TIMM if own[key] != IN_TIMM[key]]:
+    lacking = [f"model.{key}={own[key]}" for key in IN_TIMM if own[key] not in IN_TIMM[key]]
+    if config.rel_pos != "none" and config.act_layer != "gelu":
+        lacking.append(f"model.act_layer={config.act_layer} with model.rel_pos={config.rel_pos}")
+    if lacking:
         raise ValueError(
             f"export: timm is not possible, because timm has no {' and no '.join(lacking)}; export "
             "to onnx or torch, or train the recipe plain"
@@ -67,15 +77,31 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
             "export: timm is not possible, because vit/model/attention.py was edited and timm has "
             "its own attention; export to onnx or torch"
         )
-    from timm.models import VisionTransformer
+    from timm.models import Eva, VisionTransformer, VisionTransformerRelPos
 
-    # The fields of the config have timm's names. Dropout is a matter of training.
-    accepted = inspect.signature(VisionTransformer).parameters
-    arguments = {k: v for k, v in own.items() if k in accepted and not k.endswith("_rate")}
-    arguments["img_size"] = list(preprocess.image_size)
-    arguments["in_chans"] = preprocess.channels
-    arguments["pos_embed"] = "none" if config.pos_embed == "none" else "learn"
-    return TIMM_ARCHITECTURES.get(config.norm_eps, TIMM_ARCHITECTURES[1e-6]), arguments
+    # The fields of the config have the names of timm's VisionTransformer; `values` adds those of
+    # the other classes.
+    fc_norm = config.global_pool == "avg" if config.fc_norm is None else config.fc_norm
+    values = own | {
+        "img_size": list(preprocess.image_size),
+        "in_chans": preprocess.channels,
+        "pos_embed": "none" if config.pos_embed == "none" else "learn",
+        "use_abs_pos_emb": config.pos_embed != "none",
+        "num_reg_tokens": config.reg_tokens,
+        "use_pre_transformer_norm": config.pre_norm,
+        "fc_norm": fc_norm,
+        "use_fc_norm": fc_norm,
+        "rel_pos_type": "bias",
+        "act_layer": config.act_layer if config.rel_pos == "none" else None,
+    }
+    timms = {"bias": VisionTransformerRelPos, "rope": Eva}.get(config.rel_pos, VisionTransformer)
+    accepted = inspect.signature(timms).parameters
+    # Dropout is a matter of training. timm takes None for the architecture's value or for none,
+    # depending on who passes it.
+    arguments = {k: v for k, v in values.items() if k in accepted and not k.endswith("_rate")}
+    arguments = {k: v for k, v in arguments.items() if v is not None}
+    architectures = TIMM_ARCHITECTURES[config.rel_pos]
+    return architectures.get(config.norm_eps, architectures[1e-6]), arguments
 
 
 def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> None:
@@ -86,6 +112,11 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
     architecture, arguments = timm_arguments(config, preprocess)
     twin: Any = timm.create_model(architecture, num_classes=num_classes, **arguments)
     weights, theirs = _portable(classifier).state_dict(), twin.state_dict()
+    if config.rel_pos == "rope":  # layer scales have other names in timm's Eva
+        weights = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", k): v for k, v in weights.items()}
+    # timm's models with positions in attention always have layer scales: 1 where ours has none.
+    scales = {k: torch.ones_like(v) for k, v in theirs.items() if re.search(r"\.gamma(_\d)?$", k)}
+    weights = scales | weights
     shapes, their_shapes = ({k: v.shape for k, v in s.items()} for s in (weights, theirs))
     differing = sorted({name for name, _ in shapes.items() ^ their_shapes.items()})
     if differing:
