@@ -61,7 +61,7 @@ def rows_of(source: str, name: str, folder: Path) -> dict[str, Row]:
 @pytest.mark.parametrize(
     ("file", "name", "body"),
     [
-        ("attention.py", "MultiHeadAttention", ATTENTION),
+        ("mine.py", "Attention", ATTENTION),
         ("relative_bias.py", "RelativeBias", RELATIVE_BIAS),
     ],
 )
@@ -77,13 +77,13 @@ def test_templates_ask_for_what_is_missing_and_solutions_pass(
 
 
 def test_wrong_solutions_are_marked_as_the_page_says(tmp_path: Path) -> None:
-    unscaled = solve("attention.py", ATTENTION, (" / query.shape[-1] ** 0.5", ""))
-    queries = solve("attention.py", ATTENTION, ("dim=-1", "dim=-2"))
+    unscaled = solve("mine.py", ATTENTION, (" / query.shape[-1] ** 0.5", ""))
+    queries = solve("mine.py", ATTENTION, ("dim=-1", "dim=-2"))
     scale, rows, order = "scores are divided by √d", "rows of weights sum to 1", "permuting tokens"
     for source, name, property, result, words in (
-        (unscaled, "MultiHeadAttention", scale, "remark", "divided by 1.00, so not at all"),
-        (queries, "MultiHeadAttention", rows, "failed", "softmax runs over the queries"),
-        (queries, "MultiHeadAttention", "mask", "failed", ""),
+        (unscaled, "Attention", scale, "remark", "divided by 1.00, so not at all"),
+        (queries, "Attention", rows, "failed", "softmax runs over the queries"),
+        (queries, "Attention", "mask", "failed", ""),
         (CAUSAL, "causal", f"{order} permutes outputs", "remark", ""),
         (CAUSAL, "causal", "mask", "passed", ""),
     ):

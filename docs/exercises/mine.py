@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-class MultiHeadAttention(nn.Module):
+class Attention(nn.Module):
     """softmax(Q Kᵀ / √d) V in each of H heads (arXiv 1706.03762)."""
 
     def __init__(self, dim, num_heads, dropout=0.0):
