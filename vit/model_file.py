@@ -25,7 +25,7 @@ from vit.console import printable, shorten, warn
 from vit.data.preprocess import Preprocess
 from vit.files import require_file, unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
-from vit.model.variants import attention_code
+from vit.model.variants import attention_code, find_attention
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
@@ -134,6 +134,7 @@ def build_saved(
 ) -> SavedModel:
     """Build the model that a file describes, with its weights; errors as for `vit.load`."""
     where, config, classes = choose_device(device), about.config, about.classes
+    find_attention(config.model.attention)  # or says how to name its file again
     dtype = choose_precision("float32" if precision == "auto" else precision, where)
     preprocess = about.preprocess or Preprocess.from_config(config.data)
     for name, weight in weights.items():
