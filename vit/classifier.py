@@ -112,7 +112,7 @@ class Classifier:
         return self._by_parts(self._classify, images, batch_size)
 
     def features(self, images: Tensor | ImageSet | Photo | Photos, batch_size: int = 500) -> Tensor:
-        """Return the input of the head for images or photos: (N, D) float32, on the device."""
+        """Return the last layer's input for images or photos: (N, D) float32, on the device."""
         if not isinstance(images, Tensor | ImageSet):
             images = self._resize(images)
         return self._by_parts(self._features, images, batch_size)

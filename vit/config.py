@@ -85,7 +85,7 @@ class TrainConfig:
         epochs: number of passes over the training images
         budget_minutes: training time in minutes, for which a short benchmark sets the number of
             steps; null trains for the given number of epochs
-        freeze: backbone trains only the head (linear probe), with the model in evaluation mode
+        freeze: backbone trains only the classifier (linear probe), in evaluation mode
         whiten: initialize the first kernels of the stem with the principal components of training
             patches (arXiv 2404.00498)
         small_scale: at first, train on images reduced to this fraction of their sides, rounded to

@@ -497,7 +497,7 @@ def test_a_run_starts_from_another_run_with_its_head_and_architecture(tmp_path):
     expected = dataclasses.replace(first.config.model, pretrained=str(run), zero_init=False)
     assert found.model == expected
     weights, account = source.adapted(first.classes)
-    assert "nothing is new: its head has the same classes" in account
+    assert "nothing is new: its classifier has the same classes" in account
     for key, value in first.model.state_dict().items():
         assert torch.equal(weights[key], value), key
     assert account.startswith(f"weights  {run}: ")
@@ -577,7 +577,7 @@ def test_weights_are_fitted_as_timm_does(name, arguments, form, size, channels, 
     assert weights.keys() == (expected.keys() - head if count == 7 else expected.keys())
     for key, value in weights.items():
         assert_close(value, expected[key], rtol=0, atol=1e-6, msg=key)
-    message = "new: a random head, because there are 7 classes instead of 10"
+    message = "new: a random classifier, because there are 7 classes instead of 10"
     assert (message in account) == (count == 7)
     assert ("not in the file: mean and std" in account) == (form != "folder")
     assert build_model(config.model, Preprocess.from_config(config.data), count)
@@ -637,7 +637,7 @@ def test_a_run_of_a_timm_model_names_it(tmp_path):
     config = Config(out="x", model=ModelConfig(pretrained=str(run)))
     found, source = resolve_pretrained(config, None)
     assert found.model.name == "timm:test_resnet"
-    assert "nothing is new: its head has the same classes" in source.adapted(KINDS)[1]
+    assert "nothing is new: its classifier has the same classes" in source.adapted(KINDS)[1]
     for key, value in load_model(run).model.state_dict().items():
         assert torch.equal(source.weights[key], value), key
 

@@ -21,7 +21,7 @@ Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 @torch.no_grad()
 def logit_lens(read_tokens: Read, tokens: Sequence[Tensor], k: int = 3) -> tuple[Tensor, Tensor]:
-    """Read the tokens of every layer with the final norm and the head (the logit lens).
+    """Read the tokens of every layer with the final norm and the classifier (the logit lens).
 
     After nostalgebraist, "interpreting GPT: the logit lens" (LessWrong, 2020); see also arXiv
     2303.08112. The head was trained on the last layer's tokens only, so for earlier ones the result
@@ -34,8 +34,8 @@ def logit_lens(read_tokens: Read, tokens: Sequence[Tensor], k: int = 3) -> tuple
 
     Returns:
         The most probable classes, int64, best first, and their probabilities, float32, (L, B, T, k)
-        each. The first of the T readings is what the head reads, such as the class token or the
-        mean of the patches; then come the N tokens, each read alone, if the head can do that.
+        each. The first of the T readings is what the classifier reads, such as the class token or
+        the mean of the patches; then come the N tokens, each read alone, if it can do that.
     """
     best = []
     for layer in tokens:
@@ -53,9 +53,9 @@ class Interventions(nn.Module):
     all gates 0 the layer has no attention branch.
 
     A patch that is left out is no key in any layer, and does not enter the mean, or maximum, over
-    the patches that the head may read. With timm's attention pooling, or a mean that includes the
-    prefix tokens, the mean of the remaining patches takes its place. Convolutions still read it:
-    hide its pixels too if its neighbours are to know nothing of it.
+    the patches that the classifier may read. With timm's attention pooling, or a mean that includes
+    the prefix tokens, the mean of the remaining patches takes its place. Convolutions still read
+    it: hide its pixels too if its neighbours are to know nothing of it.
 
     The model is not changed. Gates and patches of ones change no bit of what
     `forward_intermediates` returns.

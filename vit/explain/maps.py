@@ -29,7 +29,7 @@ class TokenLayout:
 
     grid: tuple[int, int]  # rows and columns of patches
     num_prefix_tokens: int  # class token and registers
-    readout: Readout  # what the head reads
+    readout: Readout  # what the classifier reads
 
 
 def layout_of(model: AttentionModel, height: int, width: int) -> TokenLayout:

@@ -1,8 +1,9 @@
 """Maps from attention weights: attention rollout and related methods.
 
 Each layer is a matrix that says how much each token takes from every other token. A map follows the
-head's input, the class token or the mean of the patch tokens, back through these matrices. That is
-one row vector times matrices, last layer first, and N times cheaper than multiplying the matrices.
+classifier's input, the class token or the mean of the patch tokens, back through these matrices.
+That is one row vector times matrices, last layer first, and N times cheaper than multiplying the
+matrices.
 
 All functions take weights, readout and num_prefix_tokens as `attention_rollout` does, and raise a
 ValueError for an unknown readout, or for "class_token" without prefix tokens. Gradients of a logit
@@ -60,8 +61,8 @@ def attention_rollout(
 
     Args:
         weights: (L, B, H, N, N), first layer first; a tensor or a sequence of L tensors.
-        readout: What the head reads: "class_token" for the first token, "mean" for the mean of the
-            patch tokens.
+        readout: What the classifier reads: "class_token" for the first token, "mean" for the mean
+            of the patch tokens.
         num_prefix_tokens: Tokens before the patches (class token and registers).
         head_fusion: "mean", as in the paper, "max" or "min" over the heads.
         discard_ratio: Fraction of an image's weights to patches that is set to zero in each layer,
@@ -103,7 +104,7 @@ def class_relevance(
 
     Relevance R starts as the identity, and each layer adds mean(relu(∇A ⊙ A)) R, with the mean over
     heads. The result (B, P), float32, at least 0, in units of the logit, is the row of R - I that
-    the head reads: the identity is the same for every patch and would hide what attention adds.
+    the classifier reads: the identity is the same for every patch and would hide the attention.
     """
     start = _start_row(weights[0], readout, num_prefix_tokens)
     # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.
@@ -158,7 +159,7 @@ def _row_stochastic(matrix: Tensor) -> Tensor:
 
 
 def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tensor:
-    """Return the weight of each token in the head's input, (B, 1, N) float32."""
+    """Return the weight of each token in the classifier's input, (B, 1, N) float32."""
     if readout not in ("class_token", "mean"):
         raise ValueError(f"readout: {readout!r} is not class_token or mean")
     if readout == "class_token" and num_prefix_tokens == 0:

@@ -37,9 +37,8 @@ def scaled_dot_product_attention(
         query: (..., N, d).
         key: (..., M, d).
         value: (..., M, e).
-        mask: Broadcastable to (..., N, M); boolean, True where a query may attend to a key, or
-            float, added to the scores. If a query may attend to no key, its weights and output are
-            zero. None means no mask.
+        mask: Boolean, broadcastable to (..., N, M); True where a query may attend to a key. If a
+            query may attend to no key, its weights and output are zero. None means no mask.
         dropout: Maps the attention weights to those that are multiplied by the values, like a
             `Dropout` module. None means no dropout.
 

@@ -183,10 +183,10 @@ class TimmAttentionModel:
         return self._model.forward_head(self._model.norm(x)), read.weights, tokens
 
     def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Classify the output of any block with the final norm and the head.
+        """Classify the output of any block with the final norm and the classifier.
 
-        Logits of every token are None if the head cannot read one alone: with attention pooling,
-        or with one head for each of two tokens.
+        Logits of every token are None if the classifier cannot read one alone: with attention
+        pooling, or with one head for each of two tokens.
         """
         model = self._model
         normed = model.norm(tokens)

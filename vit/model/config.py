@@ -45,14 +45,14 @@ class ModelConfig:
         zero_init: initialize the output projections of attention and MLP to zero
         class_token: prepend a learned class token
         reg_tokens: number of register tokens (arXiv 2309.16588)
-        global_pool: input of the head: the class token (token) or the mean of the patches (avg)
+        global_pool: what the classifier reads: the class token (token) or the mean of patches (avg)
         pos_embed: position embedding: learned, sincos (fixed sine and cosine) or none
         no_embed_class: no position embeddings for class token and register tokens
         pre_norm: apply layer norm before the first encoder block too (arXiv 2103.00020)
         fc_norm: apply the last layer norm after pooling; null means with global_pool=avg
         norm_eps: epsilon of layer norms
         act_layer: activation of the MLP: gelu, or its approximations gelu_tanh and quick_gelu
-        drop_rate: dropout rate before the classification head
+        drop_rate: dropout rate before the classifier
         attn_drop_rate: dropout rate of the attention weights
         proj_drop_rate: dropout rate after the projections in attention and MLP
         drop_path_rate: stochastic depth rate of the last block (arXiv 1603.09382), 0 in the first

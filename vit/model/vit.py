@@ -1,4 +1,4 @@
-"""The Vision Transformer (arXiv 2010.11929): patch embedding, encoder blocks, classification head.
+"""The Vision Transformer (arXiv 2010.11929): patch embedding, encoder blocks, classifier.
 
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.
 """
@@ -23,7 +23,7 @@ torch.fx.wrap("resample_pos_embed")  # it branches
 
 
 def check_pool(global_pool: str, class_token: bool) -> None:
-    """Check what the head reads."""
+    """Check what the classifier reads."""
     if global_pool not in ("token", "avg"):
         raise ValueError(f"global_pool: {global_pool!r} is not token or avg")
     if global_pool == "token" and not class_token:
@@ -119,7 +119,7 @@ class VisionTransformer(nn.Module):
                 head_dim=head_dim, attn_drop=attn_drop_rate, qkv_bias=qkv_bias, qk_norm=qk_norm,
                 proj_drop=proj_drop_rate, norm_eps=norm_eps, rel_pos=rel_pos,
             )  # fmt: skip
-            # In the last block, a convolution only affects the logits if the head reads patches.
+            # In the last block, a convolution matters only if the classifier reads patches.
             mixes = mlp_conv and (pooled or layer < depth - 1)
             conv = NeighbourConv(hidden_dim, self.num_prefix_tokens) if mixes else None
             mlp = Mlp(embed_dim, hidden_dim, proj_drop_rate, conv, act_layer)
@@ -240,10 +240,10 @@ class VisionTransformer(nn.Module):
         return self.forward_head(self.norm(x)), weights, tokens
 
     def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Classify the output of any block, (B, N, D), with the final norm and the head.
+        """Classify the output of any block, (B, N, D), with the final norm and the classifier.
 
         Returns:
-            Logits (B, C); and logits (B, N, C) of every token as if the head read it alone.
+            Logits (B, C); and logits (B, N, C) of every token as if the classifier read it alone.
         """
         normed = self.norm(tokens)
         return self.forward_head(normed), self.head(self.head_drop(self.fc_norm(normed)))
@@ -275,11 +275,11 @@ class VisionTransformer(nn.Module):
         return [outputs[layer] for layer in layers]
 
     def get_classifier(self) -> nn.Module:
-        """Return the head, the only part that depends on the classes; as in timm."""
+        """Return the classifier, the only part that depends on the classes; as in timm."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head, as in timm: 0 classes for features; global_pool None keeps it."""
+        """Replace the classifier, as in timm: 0 classes for features; global_pool None keeps it."""
         if global_pool is not None:
             check_pool(global_pool, self.cls_token is not None)
             self.global_pool = global_pool

@@ -45,14 +45,15 @@ class Pretrained:
         rows = max((len(self.weights[key]) for key in self.head if key in self.weights), default=0)
         kept = {key: value for key, value in self.weights.items() if key not in self.head}
         if not rows:
-            head = "new: a random head, because the source has none"
+            head = "new: a random classifier, because the source has none"
         elif rows != len(classes):
-            head = f"new: a random head, because there are {len(classes)} classes instead of {rows}"
+            head = "new: a random classifier, because there are "
+            head += f"{len(classes)} classes instead of {rows}"
         elif self.classes not in (None, classes):
-            head = "new: a random head, because the classes have other names"
+            head = "new: a random classifier, because the classes have other names"
         else:
             same = "has the same classes" if self.classes else "may have the data set's classes"
-            head, kept = f"nothing is new: its head {same}", self.weights
+            head, kept = f"nothing is new: its classifier {same}", self.weights
         number = sum(value.numel() for value in kept.values())
         lines = [f"weights  {self.name}: {number:,} values in {len(kept)} tensors loaded"]
         lines += [*self.notes, head]

@@ -102,7 +102,7 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
         if "head.weight" in weights and kind.startswith("dinov2"):
             del weights["head.weight"], weights["head.bias"]
             notes.append(
-                "its head reads class token and mean of the patches, so the head is left out"
+                "its classifier reads class token and mean of the patches, so it is left out"
             )
         elif "head.weight" in weights:
             names = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
@@ -126,7 +126,7 @@ def read_classifier(folder: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
     if source.classes is None:
         raise ValueError(
             f"{folder} is not a classifier with a head of one linear layer over class token or "
-            f"mean; train a new head with --model.pretrained {folder}"
+            f"mean; train a new classifier with --model.pretrained {folder}"
         )
     model = adopt(ModelConfig(pretrained=str(folder)), source.settings, str(folder))
     data = DataConfig(name="folder", image_size=preprocess.image_size, channels=preprocess.channels)

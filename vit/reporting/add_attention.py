@@ -56,7 +56,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         step: Optimizer steps done, at least 0.
         grid: Rows and columns of patches.
         num_prefix_tokens: Tokens before the patches (class token and registers).
-        readout: What the model's head reads: "class_token" for the first token, "mean" for the mean
+        readout: What the classifier reads: "class_token" for the first token, "mean" for the mean
             of the patch tokens. None if neither; then no rollout is computed.
         classes: Names of the C classes; if there are none, they are called "class 0", ...
         labels: (B,) indices of the true classes.

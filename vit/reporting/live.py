@@ -8,7 +8,7 @@ The graph is that of `Interventions` for one image, in float32:
     logits   (1, C) float32
     weights  (1, L, H, N, N) float32, of attention
     lens_classes        (L, 1 + N, k) int32, as in `vit.tensorboard_plugin.records.Lens`; (L, 1, k)
-                        if the head cannot read a token alone
+                        if the classifier cannot read a token alone
     lens_probabilities  float32, of the same shape
 
 It refers to the weights as external data in weights.bin: all tensors of floats in the order of the

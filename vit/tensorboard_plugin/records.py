@@ -67,8 +67,8 @@ class Map:
 class Lens:
     """The classes that the tokens of every layer predict, and their probabilities.
 
-    Both are (L, 1 + N, k), best first, with k the smaller of 3 and C: for what the head reads after
-    that layer, then for each token.
+    Both are (L, 1 + N, k), best first, with k the smaller of 3 and C: for what the classifier reads
+    after that layer, then for each token.
     """
 
     classes: list[list[list[Index]]]
@@ -86,7 +86,7 @@ class Details:
     prefix: list[str]  # names of the tokens before the patches
     layers: Count
     heads: Count
-    readout: Literal["class_token", "mean"] | None  # what the head reads, if known
+    readout: Literal["class_token", "mean"] | None  # what the classifier reads, if known
     classes: list[str]  # empty if unknown
     label: Index | None
     # The most probable classes, best first.

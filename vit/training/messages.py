@@ -78,7 +78,7 @@ def _model_text(model: ModelConfig, step: TrainingStep) -> str:
     if state.frozen:
         number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
         when = "at every step" if step.features is None else "once"
-        text += f"; {number:,} are trained, the head's, on features computed {when}"
+        text += f"; {number:,} are trained, the classifier's, on features computed {when}"
     return text if structure is not None else f"{text}\nmaps     {no_maps_text(state.model)}"
 
 
