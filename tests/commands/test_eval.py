@@ -21,6 +21,7 @@ from vit.data.images import ImageSet
 from vit.data.shapes import KINDS
 from vit.explain.kinds import RolloutOptions
 from vit.explain.maps import MAP_KINDS, attention_maps
+from vit.explain.statistics import attention_by_offset
 from vit.intervals import mean_interval
 from vit.model_file import SavedModel
 from vit.pretrained.load import load as load_model
@@ -74,8 +75,8 @@ def test_attention_writes_sheets_maps_and_index_and_nothing_else(explained):
     folder, printed = explained
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
     assert names == {
-        "image_00003.png", "image_00017.png", "features.png", "index.json", "faithfulness.json",
-        *(f"{kind}.npy" for kind in (*MAP_KINDS, "heads")),
+        "image_00003.png", "image_00017.png", "features.png", "distance.png", "index.json",
+        "faithfulness.json", *(f"{kind}.npy" for kind in (*MAP_KINDS, "heads", "distance")),
     }  # fmt: skip
     assert str(folder) in printed and "2 sheets" in printed and "cpu" in printed.lower()
     assert [path.name for path in folder.parent.iterdir()] == ["attention"]
@@ -97,6 +98,8 @@ def test_saved_maps_are_those_computed_directly_and_the_index_says_what_they_are
     np.testing.assert_allclose(
         np.load(folder / "heads.npy"), patches.unflatten(-1, (8, 8)).detach(), rtol=1e-4, atol=1e-6
     )
+    offsets = np.load(folder / "distance.npy")
+    np.testing.assert_allclose(offsets, attention_by_offset(weights, (8, 8), 0).detach(), rtol=1e-4)
     index = read_index(folder)
     assert (index["data"], index["split"], index["readout"]) == ("shapes", "test", "mean")
     assert index["maps"] == {

@@ -1,6 +1,7 @@
 """What pictures show, and where."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,8 +16,10 @@ from vit.explain import canvas
 from vit.explain.canvas import BAR, Panel, fit, overlay, resize, shorten, table, text_width
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import (
+    MARK,
     attention_picture,
     captions_of,
+    distance_picture,
     gallery_picture,
     statistics_picture,
 )
@@ -50,7 +53,7 @@ def assert_cells(
         assert (edge == 255).all()  # nothing is cut off
 
 
-def places(picture: np.ndarray, colour: np.ndarray | list[int]) -> np.ndarray:
+def places(picture: np.ndarray, colour: np.ndarray | Sequence[int]) -> np.ndarray:
     """Return row and column of every pixel of a colour, give or take 2, (n, 2)."""
     return np.argwhere((np.abs(picture.astype(int) - np.asarray(colour)) <= 2).all(-1))
 
@@ -123,6 +126,17 @@ def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
     assert picture.shape[1] / 4 < found[0, 0][1] < picture.shape[1] * 3 / 4  # once in each half
     for (layer, head), place in found.items():
         np.testing.assert_allclose(place - found[0, 0], (34 * layer, 81 * head), atol=1)
+
+
+def test_a_head_that_looks_one_patch_to_the_right_is_bright_there() -> None:
+    offsets = torch.zeros(3, 2, 3, 5)
+    offsets[1, 1, 1, 3] = 0.3  # of 10 tokens: 3 times uniform
+    picture = distance_picture(offsets, 10, 8)[:, : -2 * BAR]
+    bright, marked = places(picture, table_of("inferno")[-1]), places(picture, MARK)
+    box = 2 * (120 // 5)
+    assert np.ptp(bright, axis=0).tolist() == [box - 1, box - 1]
+    top, left = marked.min(axis=0)  # of the query of layer 0 and head 0
+    assert bright.min(axis=0).tolist() == [top + 2 * (72 + 6), left + 2 * (120 + 6) + box]
 
 
 @pytest.mark.parametrize(("count", "columns"), [(5, 2), (1, 4)])

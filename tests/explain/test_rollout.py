@@ -276,6 +276,24 @@ def test_distance_is_that_of_a_loop(grid, patch_size, prefix):
     check(statistics.attention_distance(weights, grid, patch_size, prefix), expected)
 
 
+@pytest.mark.parametrize(("grid", "prefix"), [((1, 2), 0), ((3, 5), 2)])
+def test_attention_by_offset_is_that_of_a_loop(grid, prefix):
+    weights = draw_weights(2, 3, 2, prefix + grid[0] * grid[1])
+    found = statistics.attention_by_offset(weights, grid, prefix)
+    rows, columns = grid
+    expected = np.empty((2, 2, 2 * rows - 1, 2 * columns - 1))
+    for layer, head, down, across in np.ndindex(expected.shape):
+        values = [
+            weights[layer][:, head, prefix + row * columns + column, prefix + key].mean().item()
+            for row, column in np.ndindex(grid)
+            if 0 <= (to_row := row + down - rows + 1) < rows
+            and 0 <= (to_column := column + across - columns + 1) < columns
+            for key in [to_row * columns + to_column]
+        ]
+        expected[layer, head, down, across] = np.mean(values)
+    check(found, expected)
+
+
 @pytest.mark.parametrize("scale", [0, 1e-44, 1e-20, 1.005 / 64, 1, 70, 3e38])
 def test_any_finite_weights_have_statistics_that_are_recorded(scale):
     """As fractions of their rows, whatever the rows of an edited attention sum to."""

@@ -14,10 +14,11 @@ from vit.console import argument, counted, printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
-from vit.explain.figures import attention_picture, captions_of, features_picture
+from vit.explain.figures import attention_picture, captions_of, distance_picture, features_picture
 from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.maps import MAP_KINDS, layout_of
 from vit.explain.rollout import check_rollout_options, head_maps
+from vit.explain.statistics import attention_by_offset
 from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
@@ -28,6 +29,7 @@ from vit.reporting.loading import load_run, load_test, require_own, results_fold
 from vit.run.folder import (
     ATTENTION_FILES,
     ATTENTION_FOLDER,
+    DISTANCE,
     FEATURES_FILE,
     HEADS,
     INDEX_FILE,
@@ -58,9 +60,9 @@ def run(name: str, options: MapsConfig) -> None:
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)
     say(
-        f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "
-        f"to {printable(folder)}/\nsee these images in the Attention tab of TensorBoard: "
-        f"tensorboard --logdir {argument(folder)}"
+        f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, {DISTANCE}.png, maps (.npy) "
+        f"and {INDEX_FILE} to {printable(folder)}/\nsee these images in the Attention tab of "
+        f"TensorBoard: tensorboard --logdir {argument(folder)}"
     )
     default = 0 if options.indices else 500
     count = min(default if options.faithfulness is None else options.faithfulness, len(test))
@@ -140,7 +142,7 @@ def _write_maps(
     write_json(folder / INDEX_FILE, content)
     captions = captions_of(logits, chosen.labels, classes)
     with event_writer(folder) as writer:
-        heads = _write_records(writer, saved, test, indices, target, rollout)
+        heads, offsets = _write_records(writer, saved, test, indices, target, rollout)
         for row, name in enumerate(names):
             own, class_name = {kind: maps[kind][row] for kind in maps}, classes[explained[row]]
             sheet = attention_picture(
@@ -149,7 +151,7 @@ def _write_maps(
             write_picture(folder / f"{name}.png", sheet)
             tag = picture_tag(f"attention/{name}")
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")
-    for name, values in (*maps.items(), (HEADS, heads)):
+    for name, values in (*maps.items(), (HEADS, heads), (DISTANCE, offsets)):
         with open_atomically(folder / f"{name}.npy") as file:
             np.save(file, values.cpu().numpy())
 
@@ -173,12 +175,12 @@ def _write_records(
     indices: Tensor,
     target: int | None,
     rollout: RolloutOptions,
-) -> Tensor:
-    """Write records of images, the model, and a sheet of features.
+) -> tuple[Tensor, Tensor]:
+    """Write records of images, the model, and sheets of features and of attention by offset.
 
     Returns:
-        The attention of each head from what the model reads to the patches, in fractions: images,
-        layers, heads, rows, columns.
+        The attention of each head in fractions: from what the model reads to the patches, (images,
+        layers, heads, rows, columns), and `attention_by_offset` of all images.
     """
     images = test.select(indices).in_memory()
     frames = read_frames(saved, test, saved.config.train.seed)
@@ -187,11 +189,13 @@ def _write_records(
     layout = layout_of(require_attention(saved.model), *saved.preprocess.image_size)
     prefix, names = layout.num_prefix_tokens, iter(_names(indices))
     heads: list[Tensor] = []
+    offsets: list[Tensor] = []
     features: list[Tensor] = []
     batches = attention_records(saved, images, frames=frames, target=target, rollout=rollout)
     for attention, records in batches:
         weights = attention.weights
         heads.append(head_maps(weights, readout=layout.readout, num_prefix_tokens=prefix))
+        offsets.append(len(weights[0]) * attention_by_offset(weights, layout.grid, prefix).cpu())
         for record, name in zip(records, names, strict=False):
             if record is not None:  # all its numbers are finite
                 add_summary(writer, summaries(f"attention/{name}", record), saved.step)
@@ -200,9 +204,12 @@ def _write_records(
     if features and len(features) == len(indices):
         sheet = features_picture(images.pixels(), torch.stack(features), layout.grid)
         write_picture(Path(writer.log_dir) / FEATURES_FILE, sheet)
+    distance = torch.stack(offsets).sum(dim=0) / len(indices)
+    sheet = distance_picture(distance, weights[0].shape[-1], len(indices))
+    write_picture(Path(writer.log_dir) / f"{DISTANCE}.png", sheet)
     if saved.config.track.live_mb:
         add_live(writer, saved, images.pixels(), saved.step, LIVE_MB)
-    return torch.cat(heads, dim=1).transpose(0, 1).unflatten(-1, layout.grid).cpu()
+    return torch.cat(heads, dim=1).transpose(0, 1).unflatten(-1, layout.grid).cpu(), distance
 
 
 def _names(indices: Tensor) -> list[str]:

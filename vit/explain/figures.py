@@ -13,11 +13,14 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vit.colours import SIGNED, as_pixels, colour, colour_map
+from vit.colours import SIGNED, UNIFORM, as_pixels, colour, colour_map
+from vit.console import counted
 from vit.explain.canvas import BLANK, Panel, font_of, join, overlay, table, text_width
 from vit.explain.features import colours
 from vit.explain.kinds import RolloutOptions
 from vit.explain.maps import DEFAULTS, bar_of, map_title
+
+MARK = (0, 213, 255)  # outlines the query, as in the Attention tab
 
 
 def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
@@ -71,6 +74,25 @@ def corruption_picture(image: Tensor, corrupted: Mapping[str, Sequence[Tensor]])
     head = [kind.replace("_", "\n") for kind in ("clean", *corrupted)]
     labels = [f"severity {number}" for number in range(1, 6)]
     return table(_headed(rows, head), (side, side), labels=labels)
+
+
+def distance_picture(offsets: Tensor, tokens: int, images: int) -> np.ndarray:
+    """Draw `attention_by_offset` of a number of images, (L, H, 2 rows - 1, 2 columns - 1).
+
+    Layers are rows, heads columns; the query is outlined. Tokens: their number, N.
+    """
+    depth, heads, *shape = offsets.shape
+    side = max(3, 120 // max(shape))  # pixels to an offset
+    bar = UNIFORM if offsets.min() >= 0 else (*SIGNED[:2], UNIFORM[2])
+    pixels = colour(tokens * offsets.numpy(), bar).repeat(side, axis=2).repeat(side, axis=3)
+    row, column = (slice(length // 2 * side, (length // 2 + 1) * side) for length in shape)
+    edge = np.pad(np.zeros((side - 2, side - 2), dtype=bool), 1, constant_values=True)
+    pixels[:, :, row, column][:, :, edge] = MARK
+    rows = _headed([*pixels], [f"head {number}" for number in range(heads)])
+    mean = f"mean of {counted(images, 'image')}"
+    title = f"attention by offset of the key from the query (outlined), {mean}"
+    labels, box = [f"layer {number}" for number in range(depth)], pixels.shape[2:4]
+    return table(rows, box, title=title, labels=labels, bars=[bar], zoom=2)
 
 
 def statistics_picture(statistics: Mapping[str, Tensor]) -> np.ndarray:

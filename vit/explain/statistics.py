@@ -1,6 +1,6 @@
-"""Attention statistics: entropy, distance and sinks of each head, and token norms.
+"""Attention statistics: entropy, distance, offsets and sinks of each head, and token norms.
 
-Those of heads are (L, H) float32, means over images, of L attention weights (B, H, N, N).
+Those of heads are (L, H, ...) float32, means over images, of L attention weights (B, H, N, N).
 
 Shapes: L layers, B batch, H heads, N tokens (prefix, then patches), D token width.
 """
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from vit.model.positions import coordinates
 
 
 def _fractions(layer: Tensor) -> Tensor:
@@ -46,6 +48,29 @@ def attention_distance(
         to_patches = _fractions(layer)[..., patches, patches]
         total = to_patches.sum(dim=-1).clamp(min=1e-30)
         means.append(((to_patches * distance).sum(dim=-1) / total).mean(dim=(0, 2)))
+    return torch.stack(means)
+
+
+def attention_by_offset(
+    weights: Sequence[Tensor], grid: tuple[int, int], num_prefix_tokens: int
+) -> Tensor:
+    """Average each head's attention over all pairs of patches with the same offset, key - query.
+
+    Prefix tokens have no position: attention from and to them is left out.
+
+    Returns:
+        (L, H, 2 rows - 1, 2 columns - 1), 0 to 1: row offsets from 1 - rows to rows - 1, and column
+        offsets from 1 - columns to columns - 1. The centre is attention to the query itself.
+    """
+    rows, columns = grid
+    down, across = (x - x[:, None] for x in coordinates(grid, weights[0].device))  # (P, P)
+    places = ((down + rows - 1) * (2 * columns - 1) + across + columns - 1).flatten()
+    pairs, patches = places.bincount(), slice(num_prefix_tokens, None)
+    means = []
+    for layer in weights:
+        between = layer[..., patches, patches].float().mean(dim=0).flatten(1)
+        sums = between.new_zeros(len(between), len(pairs)).index_add(1, places, between)
+        means.append((sums / pairs).unflatten(1, (2 * rows - 1, 2 * columns - 1)))
     return torch.stack(means)
 
 

@@ -47,10 +47,11 @@ INDEX_FILE = "index.json"
 TABLE_FILE = "faithfulness.json"
 FEATURES_FILE = "features.png"
 HEADS = "heads"  # name of the array with the attention of each head
+DISTANCE = "distance"  # name of the array and the picture of each head's attention by offset
 ATTENTION_FILES = (  # the index comes last: it says that the folder may be emptied
     *(TABLE_FILE, FEATURES_FILE, f"image_{'[0-9]' * 5}.png", "events.out.tfevents.*"),
-    *(f"{name}.npy" for name in (*ALL_KINDS, HEADS)),
-    INDEX_FILE,
+    *(f"{name}.npy" for name in (*ALL_KINDS, HEADS, DISTANCE)),
+    *(f"{DISTANCE}.png", INDEX_FILE),
 )
 PHOTOS_FOLDER = "photos"
 SHEET_SUFFIX = "_sheet.png"
