@@ -43,6 +43,7 @@ from attention_tab import (
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.rollout import attention_rollout
+from vit.explain.statistics import attention_by_offset
 from vit.pretrained.load import load as load_model
 from vit.reporting.add_attention import add_attention
 from vit.reporting.attention_records import add_summary, attention_records
@@ -114,6 +115,17 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert record.weights is not None
         weights = record.weights - 0.8 * record.weights[..., ::-1, :]  # differential attention
         write_record(writer, TAG, Record(details=record.details, weights=weights), 0)
+    with event_file(folder / "right") as writer:
+        for number in range(2):
+            record = make_record(number, **RUNS["rectangle"])
+            assert record.weights is not None
+            weights = record.weights.copy()
+            weights[1, 0] = np.eye(31, k=1)  # each patch attends to the one at its right
+            weights[1, 0, 9::7] = 1 / 31  # and those without one to all
+            weights[2, 1] = 1 / 31
+            write_record(
+                writer, f"image_{number}", Record(details=record.details, weights=weights), 0
+            )
     uniform = torch.full((IMAGES, 2, 21, 21), 1 / 21)
     images = torch.rand(IMAGES, 3, 8 * ROWS, 8 * COLUMNS)
     for run in WIDTHS:
@@ -252,6 +264,35 @@ def test_negative_weights_have_a_signed_scale(
     np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
     colours = colours_of(expected[1, 1].reshape(8, 8), contrast, [expected])
     np.testing.assert_allclose(pixels_of_map(frame, 1, 1), colours, atol=6)
+
+
+def test_attention_by_offset_is_the_mean_over_images(page: Page, address: str, logs: Path) -> None:
+    frame = show(page, address, run="right", image="image_0", layer=1, head=0)
+    frame.get_by_label("Direction").select_option("attention by offset")
+    painted = wait_until(frame, "direction", "offset")
+    layers = [weights_of(logs / "right", f"image_{number}", 0) for number in range(2)]
+    stacked = torch.from_numpy(np.stack(layers, axis=1))
+    expected = 31 * attention_by_offset([*stacked], (4, 7), 3).numpy()
+    found = np.reshape(painted["heads"], expected.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert painted["averaged"] == ["image_0", "image_1"]
+    right = np.zeros((7, 13), bool)
+    right[3, 7] = True
+    bright = pixels_of_map(frame, 1, 0).sum(axis=-1) > 600
+    np.testing.assert_array_equal(bright, right)
+    even = pixels_of_map(frame, 2, 1).reshape(-1, 3)
+    assert np.ptp(even, axis=0).max() == 0
+    place = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(1, 0)")
+    position = {"x": place["left"] + 7.5 * place["zoom"], "y": place["top"] + 3.5 * place["zoom"]}
+    frame.locator(".stack").first.hover(position=position)
+    readout = frame.locator(".readout").first
+    expect(readout).to_contain_text("layer 1, head 0: attention by offset, 2 images")
+    expect(readout).to_contain_text(f"1 right at {expected[1, 0, 3, 7]:.1f} × uniform")
+    page.mouse.click(*patch_at(frame, 2, 2))
+    page.mouse.move(*patch_at(frame, 2, 3))
+    expect(readout).to_contain_text("1 right at")
+    page.keyboard.press("x")
+    wait_until(frame, "direction", "to")
 
 
 def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) -> None:

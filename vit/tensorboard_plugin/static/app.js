@@ -7,7 +7,7 @@ import { make, write } from "./dom.js";
 import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
-import { MEAN, nearest, range, tokenName, tokenOf } from "./maths.js";
+import { MEAN, middleOf, nearest, range, tokenName, tokenOf } from "./maths.js";
 import { Pane } from "./pane.js";
 import { open } from "./photo.js";
 import { scalesOf } from "./scale.js";
@@ -441,12 +441,10 @@ function nextPatch(record, name, down, right) {
   const { rows, columns } = record;
   const prefix = record.prefix.length;
   const token = name ? tokenOf(name, record) : null;
-  let [row, column] = [Math.floor((rows - 1) / 2), Math.floor((columns - 1) / 2)];
-  if (token !== null && token >= prefix) {
-    const within = (index, count) => Math.min(Math.max(index, 0), count - 1);
-    row = within(Math.floor((token - prefix) / columns) + down, rows);
-    column = within(((token - prefix) % columns) + right, columns);
-  }
+  if (token === null || token < prefix) return tokenName(middleOf(record), record);
+  const within = (index, count) => Math.min(Math.max(index, 0), count - 1);
+  const row = within(Math.floor((token - prefix) / columns) + down, rows);
+  const column = within(((token - prefix) % columns) + right, columns);
   return tokenName(prefix + row * columns + column, record);
 }
 

@@ -62,7 +62,12 @@ export function numbersOf(record, { state, token, attention, similar }, shown) {
   };
 }
 
-function ofView({ details }, { view, statistics, compared }, attention, similar) {
+function ofView(
+  { details },
+  { view, direction, statistics, compared, averaged },
+  attention,
+  similar,
+) {
   if (view === "maps") return { maps: details.maps };
   if (view === "lens") return { lens: details.lens };
   if (view === "features")
@@ -75,6 +80,7 @@ function ofView({ details }, { view, statistics, compared }, attention, similar)
     heads: attention.heads.map((layer) => layer.map(plain)),
     ...Object.fromEntries(FUSED.map((name) => [name, attention[name].map(plain)])),
     statistics,
+    ...(direction === "offset" ? { averaged: averaged.map(({ tag }) => tag) } : {}),
   };
 }
 

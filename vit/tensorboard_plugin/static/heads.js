@@ -1,10 +1,11 @@
 // Layers x heads: a small map of every head for the token in question, and the heads' statistics.
 
 import { make, write } from "./dom.js";
-import { digits, range, sortedHeads } from "./maths.js";
+import { digits, middleOf, range, sortedHeads } from "./maths.js";
 import { mutedHeads } from "./edits.js";
+import { gridOfOffsets } from "./offsets.js";
 import { MARK, Raster, crossOut, resize } from "./raster.js";
-import { valuesOf } from "./scene.js";
+import { describeImages, valuesOf } from "./scene.js";
 import { FUSED, STATISTICS } from "./state.js";
 
 const LINE = 12; // CSS pixels of a line of text below a map
@@ -54,16 +55,17 @@ export class HeadsView {
       this.over,
       this.anchor,
     );
-    this.notes = range(3).map(() => make("p", "note"));
+    this.notes = range(4).map(() => make("p", "note"));
     const notes = this.notes.flatMap((note) => [note, " "]);
     this.element = make("div", "view heads", ...notes, this.stack);
   }
 
   /** Arrange the maps: those of each layer below each other, or all sorted by a statistic. */
   layout(record, state, width, height) {
-    this.record = record;
-    const { layers, heads, columns } = record;
-    const prefix = record.prefix.length;
+    this.byOffset = state.direction === "offset";
+    this.record = this.byOffset ? gridOfOffsets(record) : record;
+    const { layers, heads, columns } = this.record;
+    const prefix = this.record.prefix.length;
     const statistic = state.statistics[state.statistic];
     const inOrder = state.order === "layer" || !statistic;
     const perLayer = heads + FUSED.length;
@@ -111,7 +113,8 @@ export class HeadsView {
     this.cellHeight = this.strip + Math.round(rows * this.zoom);
   }
 
-  #describe({ statistic, statistics }, inOrder) {
+  #describe(state, inOrder) {
+    const { statistic, statistics } = state;
     const means = Object.keys(STATISTICS)
       .filter((name) => statistics[name] !== null)
       .map((name) => {
@@ -127,11 +130,14 @@ export class HeadsView {
     write(this.notes[0], below);
     write(this.notes[1], means.length ? `Mean over all heads: ${means.join(", ")}.` : "");
     write(this.notes[2], "Click a map to lay it over the picture; with Shift, to mute it.");
+    const images = describeImages(state);
+    const mean = `Each map: attention by offset from the query (centre), mean of ${images}.`;
+    write(this.notes[3], this.byOffset ? mean : "");
   }
 
-  /** Paint every map. `attention` is what `Weights.of` returns. */
-  paint(record, attention, token, scales) {
-    this.record = record;
+  /** Paint every map. `attention` is what `Weights.of` or `byOffset` returns. */
+  paint(attention, token, scales) {
+    const { record } = this;
     const prefix = record.prefix.length;
     const maps = this.#cells.map((cell) => ({
       ...cell,
@@ -141,7 +147,8 @@ export class HeadsView {
       maps.map((map) => ({ box: map[box], colours: map.colours.subarray(...tokens) }));
     if (prefix) this.maps.paint(part("strip", 0, prefix), prefix);
     this.maps.paint(part("patches", prefix), record.columns);
-    if (token >= prefix && this.zoom >= 4) this.#markToken(token - prefix);
+    const marked = this.byOffset ? middleOf(record) : token;
+    if (marked >= prefix && this.zoom >= 4) this.#markToken(marked - prefix);
   }
 
   /** Return where a map is drawn, in CSS pixels: left and top of its first patch, and zoom. */

@@ -1,13 +1,13 @@
 // Keys that work anywhere in the tab, and the list of them.
 
 import { button, make } from "./dom.js";
-import { VIEWS } from "./state.js";
+import { DIRECTIONS, VIEWS } from "./state.js";
 
 const KEYS = [
   ["← ↑ → ↓", "move the patch; in a list or a grid, choose there"],
   ["T", "class token, registers, mean of patches"],
   ["Esc", "release the patch"],
-  ["X", "where it attends ⇄ who attends to it"],
+  ["X", Object.values(DIRECTIONS).join(" → ")],
   ["[ ]", "previous and next step"],
   ["M L O", "mute the chosen head, its layer, all others of the layer"],
   ["H", "use the brush on the kept patch"],
@@ -28,6 +28,8 @@ export function helpDialog() {
   return dialog;
 }
 
+const nextOf = (list, one) => list[(list.indexOf(one) + 1) % list.length];
+
 /** Let keys control the tab. */
 export function listen(app, help) {
   const actions = {
@@ -37,7 +39,7 @@ export function listen(app, help) {
     ArrowDown: () => app.movePatch(1, 0),
     t: () => app.nextToken(),
     Escape: () => app.set({ token: "" }),
-    x: () => app.set({ direction: app.state.direction === "to" ? "from" : "to" }),
+    x: () => app.set({ direction: nextOf(Object.keys(DIRECTIONS), app.state.direction) }),
     "[": () => app.moveStep(-1),
     "]": () => app.moveStep(1),
     m: () => app.mute("head"),

@@ -163,6 +163,11 @@ export function tokenOf(name, { prefix, rows, columns }) {
   return row < rows && column < columns ? prefix.length + row * columns + column : null;
 }
 
+/** Return the token of the patch in the middle. */
+export function middleOf({ prefix, rows, columns }) {
+  return prefix.length + Math.floor((rows - 1) / 2) * columns + Math.floor((columns - 1) / 2);
+}
+
 /** Return all heads, [layer, head] each, sorted by a statistic (L, H). */
 export function sortedHeads(statistic, highestFirst) {
   const heads = statistic.flatMap((layer, number) =>
@@ -207,7 +212,7 @@ export function percent(probability) {
   return `${(100 * probability).toFixed(probability < 0.1 || probability >= 0.9995 ? 1 : 0)}%`;
 }
 
-function meanOf(vectors) {
+export function meanOf(vectors) {
   return vectors[0].map(
     (_, index) => vectors.reduce((sum, one) => sum + one[index], 0) / vectors.length,
   );

@@ -11,7 +11,8 @@ import { FeaturesView, patchesOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
-import { MEAN, percent, range, tokenName, tokenOf } from "./maths.js";
+import { MEAN, middleOf, percent, range, tokenName, tokenOf } from "./maths.js";
+import { byOffset, recordsToAverage } from "./offsets.js";
 import { Picture } from "./picture.js";
 import { describe, onScale, show, valuesOf } from "./scene.js";
 import { FUSED } from "./state.js";
@@ -28,6 +29,7 @@ export class Pane {
   failed = false;
   images = []; // of the run, as listed by the server
   compared = []; // {record, features} of this image and of the second one
+  averaged = []; // records whose attention by offset is shown
   #turn = 0;
   #painted = 0; // the turn that is shown
   #key = null; // of the image and step that are wanted
@@ -133,13 +135,15 @@ export class Pane {
       const record = await this.#ask(logged, wanted, turn);
       if (record === null) return undefined;
       const compared = record.change ? [] : await this.#features(wanted);
+      const averaged = await recordsToAverage(record, wanted, this.app.state);
       if (!isCurrent()) return undefined;
       this.#painted = turn;
       this.failed = false;
       this.logged = logged;
       this.record = record;
       this.compared = compared;
-      this.#probe = null;
+      this.averaged = averaged;
+      this.#memory = {};
       this.#say("");
       this.layout();
     } catch (error) {
@@ -218,11 +222,14 @@ export class Pane {
     const { record, app } = this;
     if (!record || this.box.clientWidth === 0) return;
     const view = this.views[app.state.view];
+    this.#probe = null;
+    this.arranged = this.#arrangement();
     if (this.host.firstChild !== view.element) this.host.replaceChildren(view.element);
     const height = Math.max(160, Math.min(640, window.innerHeight - 410));
     this.picture.layout(record, this.box.clientWidth, height);
     this.#writeCaption();
     this.#writeChips();
+    this.chips.hidden = this.#seen().direction === "offset"; // of patches alone
     const usable = app.state.view !== "heads" || record.weights !== null;
     const free = Math.max(160, window.innerHeight - 240); // without scrolling
     if (usable) view.layout(record, this.#seen(), this.host.clientWidth, free);
@@ -279,7 +286,17 @@ export class Pane {
     const head = FUSED.includes(state.head) || state.head < record.heads ? state.head : "mean";
     const beside = state.run2 ? this.app.panes.find((pane) => pane !== this).compared : [];
     const compared = this.compared.length ? [...this.compared, ...beside.slice(0, 1)] : [];
-    return { ...state, layer, head, statistics: record.details.statistics, compared };
+    const isOther = state.direction === "offset" && state.view !== "heads";
+    const direction = isOther ? "to" : state.direction;
+    const { averaged } = this;
+    const { statistics } = record.details;
+    return { ...state, layer, head, direction, statistics, compared, averaged };
+  }
+
+  /** Return what the places of all maps depend on, besides the record. */
+  #arrangement() {
+    const { view, direction } = this.#seen();
+    return view + (direction === "offset");
   }
 
   /** Return everything that the next painting shows. */
@@ -288,10 +305,12 @@ export class Pane {
     const state = this.#seen();
     const pinned = tokenOf(state.token, record);
     const pointer = app.pointed === null ? null : tokenOf(app.pointed, record);
-    const ofPatches = state.view === "features"; // other tokens have no features
+    const isByOffset = state.direction === "offset";
+    const ofPatches = isByOffset || state.view === "features"; // other tokens have no place, no features
     const byDefault =
       !ofPatches && record.details.readout === "class_token" && record.prefix.length ? 0 : MEAN;
-    const token = pinned ?? (app.brushes ? null : pointer) ?? byDefault;
+    let token = pinned ?? (app.brushes ? null : pointer) ?? byDefault;
+    if (isByOffset && token < record.prefix.length) token = middleOf(record);
     const attention = record.weights && this.#attention(token, state.direction);
     const scene = { state, token, pinned: pinned !== null, pointer, attention, probe: this.#probe };
     scene.similar = similaritiesOf(record, state.compared, token);
@@ -300,12 +319,13 @@ export class Pane {
   }
 
   #attention(token, direction) {
-    const key = [token, direction].join();
-    if (this.#memory.record !== this.record || this.#memory.key !== key) {
+    const isByOffset = direction === "offset";
+    const key = isByOffset ? direction : [token, direction].join();
+    if (this.#memory.key !== key) {
+      const { weights } = this.record;
       this.#memory = {
-        record: this.record,
         key,
-        attention: this.record.weights.of(token, direction),
+        attention: isByOffset ? byOffset(this.averaged) : weights.of(token, direction),
       };
     }
     return this.#memory.attention;
@@ -319,7 +339,8 @@ export class Pane {
   /** Paint what depends on the pointer; nothing changes its size. */
   paint() {
     const { record, app } = this;
-    if (!record || !this.picture.size) return;
+    if (!record || !this.picture.size) return undefined;
+    if (this.arranged !== this.#arrangement()) return this.layout(); // which paints
     const scene = { ...this.#scene(), scales: app.scales() };
     const { state, token, pointer, scales } = scene;
     const prefix = record.prefix.length;
@@ -333,8 +354,7 @@ export class Pane {
     });
     const view = this.views[state.view];
     view.chosen = { layer: state.layer, head: state.head };
-    if (state.view === "heads" && scene.attention)
-      view.paint(record, scene.attention, token, scales);
+    if (state.view === "heads" && scene.attention) view.paint(scene.attention, token, scales);
     if (state.view === "maps") view.paint(record, patchOf(pointer ?? token), scales);
     if (state.view === "features") view.paint(scene.similar, patchOf(token), scales.similarity);
     if (state.view === "lens" && record.details.lens)

@@ -2,7 +2,8 @@
 
 import { aboutClass, chosenMap, mapsOf, scaleOf } from "./kinds.js";
 import { lensColours, lensOf, lensOverlay } from "./lens.js";
-import { MEAN, digits, endsOf, indexOfLargest, percent, tokenName } from "./maths.js";
+import { MEAN, digits, endsOf, indexOfLargest, percent, range, tokenName } from "./maths.js";
+import { describePlace, placeOf } from "./offsets.js";
 import { FUSED } from "./state.js";
 
 /**
@@ -11,7 +12,8 @@ import { FUSED } from "./state.js";
  * the `ends` of all values.
  */
 export function show(record, scene) {
-  const views = { heads: showHead, maps: showMap, lens: showLens, features: showFeatures };
+  const heads = scene.state.direction === "offset" && scene.values ? showOffsets : showHead;
+  const views = { heads, maps: showMap, lens: showLens, features: showFeatures };
   return views[scene.state.view](record, scene);
 }
 
@@ -91,6 +93,36 @@ function showHead(record, { state, token, pointer, probe, attention, values, sca
     scale,
     marked: looked[other ?? indexOfLargest(looked)],
     ends: endsOf(values),
+  };
+}
+
+/** Say which images attention by offset is a mean of. */
+export function describeImages({ averaged }) {
+  return averaged.length === 1 ? "this image" : `${averaged.length} images`;
+}
+
+/** Show attention by offset, as if the patch in question were the query. */
+function showOffsets(record, { state, token, pointer, probe, attention, values, scales }) {
+  const scale = scales.weights;
+  const prefix = record.prefix.length;
+  const placeFrom = (patch) => placeOf(token - prefix, patch, record);
+  const { layer, head } = probe ?? state;
+  const looked = valuesOf(attention, layer, head);
+  const pointed = pointer !== null && pointer >= prefix && pointer !== token;
+  const place = probe?.token ?? (pointed ? placeFrom(pointer - prefix) : indexOfLargest(looked));
+  const strongest = probe || pointed ? "" : "strongest: ";
+  const shown = range(record.rows * record.columns).map((patch) => values[placeFrom(patch)]);
+  return {
+    ...nothing([], scale),
+    values: shown,
+    colourOf: (patch) => scale.overlay(shown[patch]),
+    lines: [
+      `${nameHead(layer, head)}: attention by offset, ${describeImages(state)}`,
+      `${strongest}${describePlace(place, record)} at ${digits(looked[place])} × uniform`,
+      describeStatistics(state.statistics, layer, head),
+    ],
+    marked: looked[place],
+    ends: endsOf(shown),
   };
 }
 

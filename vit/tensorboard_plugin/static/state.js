@@ -4,7 +4,11 @@ import { readHeads, readPatches } from "./edits.js";
 
 export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions", features: "Features" };
 export const FEATURES = { components: "components", similarity: "cosine" };
-export const DIRECTIONS = { to: "where it attends", from: "who attends to it" };
+export const DIRECTIONS = {
+  to: "where it attends",
+  from: "who attends to it",
+  offset: "attention by offset",
+};
 export const STATISTICS = {
   entropy: "entropy",
   distance: "distance",
