@@ -134,7 +134,10 @@ def build_saved(
 ) -> SavedModel:
     """Build the model that a file describes, with its weights; errors as for `vit.load`."""
     where, config, classes = choose_device(device), about.config, about.classes
-    find_attention(config.model.attention)  # or says how to name its file again
+    try:
+        find_attention(config.model.attention)  # or says how to name its file again
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     dtype = choose_precision("float32" if precision == "auto" else precision, where)
     preprocess = about.preprocess or Preprocess.from_config(config.data)
     for name, weight in weights.items():
