@@ -110,7 +110,7 @@ def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tens
     return heads
 
 
-def taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a function or a constructor has arguments for."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in parameters}
@@ -176,13 +176,13 @@ class MultiHeadSelfAttention(nn.Module):
         self.rel_pos = REL_POS[rel_pos](num_heads, head_dim, self.grid, num_prefix_tokens)
         place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
         self.attention = (
-            attention(num_heads, head_dim, **taken(attention, place))
+            attention(num_heads, head_dim, **accepted_arguments(attention, place))
             if isinstance(attention, type)
             else attention
         )
         function: Any = getattr(self.attention, "forward", self.attention)
         # What `forward` passes on, besides queries, keys, values, mask and dropout.
-        self.place: dict[str, Any] = taken(function, place) if function else {}
+        self.place: dict[str, Any] = accepted_arguments(function, place) if function else {}
         self.attn_drop = Dropout(attn_drop)
         self.proj = nn.Linear(num_heads * head_dim, dim)
         self.proj_drop = Dropout(proj_drop)

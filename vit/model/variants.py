@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vit.console import note
 from vit.model import attention
-from vit.model.attention import PLACE, Attention, masked_softmax, taken
+from vit.model.attention import PLACE, Attention, accepted_arguments, masked_softmax
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
@@ -226,8 +226,8 @@ def check_attention(
         else:
             function: Any = variant
             if isinstance(variant, type):
-                function = variant(heads, head_dim, **taken(variant, place))
-            place = taken(getattr(function, "forward", function), place)
+                function = variant(heads, head_dim, **accepted_arguments(variant, place))
+            place = accepted_arguments(getattr(function, "forward", function), place)
             output, weights = function(*inputs, None, nn.Identity(), **place)
         if (output.shape, weights.shape) != (shape, (1, heads, tokens, tokens)):
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")

@@ -20,9 +20,9 @@ from vit.model.attention import (
     PLACE,
     Attention,
     MultiHeadSelfAttention,
+    accepted_arguments,
     for_all_heads,
     masked_softmax,
-    taken,
 )
 from vit.model.positions import Grid
 
@@ -134,11 +134,11 @@ class WholeAttention(nn.Module):
                     f"known here; give it a default, or call it {', '.join(WIDTHS[:3])} (width), "
                     f"{HEADS[0]}, {HEAD_WIDTHS[0]}, {DROPOUTS[0]} or {LENGTHS[0]}"
                 )
-        self.module = attention(**taken(attention, values))
+        self.module = attention(**accepted_arguments(attention, values))
         self.num_heads = num_heads
         self.register_buffer("gates", torch.ones(num_heads), persistent=False)
         self.is_gated = False  # whether the gates matter where no weights are needed
-        self.place = taken(self.module.forward, place)  # what `call` passes on
+        self.place = accepted_arguments(self.module.forward, place)  # what `call` passes on
         inputs = inspect.signature(self.module.forward).parameters
         self.mask_name = next((key for key in MASKS if key in inputs), None)
         required = [p.name for p in inputs.values() if _is_required(p)]
