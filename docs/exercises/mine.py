@@ -24,7 +24,7 @@ class Attention(nn.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)  # (B, N, dim)
         # Split each into heads, (B, H, N, d).
         # Scores, (B, H, N, N): products of queries and keys, divided by √d.
-        # With a mask, the scores where mask == 0 become very low.
+        # With a mask, the scores where mask == 0 become -1e9.
         # Weights: softmax of the scores over the keys. Dropout acts on a copy of them.
         # Heads: sums of the values by these weights, merged to (B, N, dim).
         # return self.out(heads), weights

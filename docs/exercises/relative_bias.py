@@ -23,6 +23,6 @@ class RelativeBias(nn.Module):
         """
         # Row and column of each patch, (N,): quotient and remainder of arange(rows * columns).
         # Offsets of all pairs, (N, N), choose the bias from the table, (H, N, N).
-        # Scores, divided by √d, plus the bias; then mask, softmax and sum as in exercise 1.
+        # Scores, divided by √d, plus the bias; then mask (-1e9), softmax and sum as in exercise 1.
         # return dropout(weights) @ value, weights
         raise NotImplementedError("add the bias to the scores, and return the output and weights")

@@ -45,14 +45,14 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     "softmax over queries": ("dim=-1)", "dim=-2)", "rows of weights", "over the queries"),
     "softmax over heads": ("dim=-1)", "dim=1)", "rows of weights", "over the heads"),
     "softmax over the batch": ("dim=-1)", "dim=0)", "rows of weights", "over the batch"),
-    "no scale": (" / math.sqrt(self.d)", "", "scores are divided", "divides by √16"),
-    "scale of the width": ("math.sqrt(self.d)", "math.sqrt(D)", "scores are divided", "√16"),
-    "scale without root": ("math.sqrt(self.d)", "self.d", "scores are divided", "√16"),
+    "no scale": (" / math.sqrt(self.d)", "", "scores are divided", "divides by √32"),
+    "scale of the width": ("math.sqrt(self.d)", "math.sqrt(D)", "scores are divided", "√32"),
+    "scale without root": ("math.sqrt(self.d)", "self.d", "scores are divided", "√32"),
     "view alone": (SPLIT, ".view(B, self.num_heads, N, self.d)", "permuting", "a view alone"),
     "merged without transpose": (
         "heads.transpose(1, 2).reshape", "heads.reshape", "permuting", "a view alone"
     ),
-    "causal": (MASK, "scores = scores + torch.full((N, N), -1e9).triu(1)", "permuting", "before"),
+    "causal": (MASK, "scores = scores + torch.full((N, N), -1e9).triu(1)", "permuting", "causal"),
     "mask ignored": (MASK, "", "mask", "is ignored"),
     "mask inverted": ("mask == 0", "mask == 1", "mask", "is inverted"),
     "mask of the first image": ("mask == 0", "mask[:1] == 0", "mask", "of one image"),
@@ -91,6 +91,29 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     "dropout of scores": (
         "torch.softmax(scores", "torch.softmax(self.dropout(scores)",
         "weights are from before dropout", "acts on the scores",
+    ),
+    "scale of another constant": ("math.sqrt(self.d)", "4", "scores are divided", "√32"),
+    "scale of the heads": ("math.sqrt(self.d)", "self.num_heads", "scores are divided", "√32"),
+    "values are keys": (
+        "v = self.v(x)", "v = k.transpose(1, 2).reshape(B, N, D)", "all weights", "v.weight"
+    ),
+    "dropout that is always on": (
+        "self.dropout(weights)", "F.dropout(weights, self.dropout.p)", "evaluation is", "active"
+    ),
+    "rows that hide all": (
+        "scores = q @ k", "q = q * math.nan\n        scores = q @ k", "evaluation is", "NaN"
+    ),
+    "changed in place": ("B, N, D = x.shape", "B, N, D = x.add_(1).shape", "eval", "in place"),
+    "positions": (MASK, "scores = scores + torch.arange(N)", "permuting", "place of a token"),
+    "mean over tokens": (
+        "return self.out(heads.transpose(1, 2).reshape(B, N, D))",
+        "return self.out(heads.transpose(1, 2).reshape(B, N, D).mean(1, True).expand(B, N, D))",
+        "equals torch's", "something else",
+    ),
+    "no transpose": (
+        f"q = self.q(x){SPLIT}\n        k = self.k(x){SPLIT}\n        v = self.v(x){SPLIT}",
+        "q, k, v = (f(x).view(B, N, self.num_heads, self.d) for f in (self.q, self.k, self.v))",
+        "shapes", "the weights must be [3, 2, 10, 10]",
     ),
     "mask of another shape": ("mask == 0", "mask[:, :, 0, 0, 0] == 0", "mask", "IndexError"),
     "wrong shape": ("reshape(B, N, D)", "reshape(B, N, D)[:, :-1]", "can be called", "[3, 9, 64]"),

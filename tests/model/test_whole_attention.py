@@ -296,6 +296,17 @@ def test_a_softmax_for_each_head_gives_weights_of_all() -> None:
     assert_close(output - muted, change, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_reach_the_weights_of_all_heads() -> None:
+    """Those of a head's weights are the values times the gradient of what the head adds."""
+    placed = WholeAttention(HeadList, D, 3, GRID, 1)
+    output, weights = placed(tokens(), need_weights=True)
+    (gradient,) = torch.autograd.grad(output.sum(), weights)
+    for head, module in enumerate(placed.module.heads):
+        values = module.qkv(tokens()).chunk(3, dim=-1)[2]
+        added = placed.module.proj.weight.sum(dim=0)[16 * head : 16 * head + 16]
+        assert_close(gradient[:, head], (values @ added)[:, None].expand(B, N, N))
+
+
 class Causal(nn.Module):
     """torch's module inside, with dropout, a mask, and other keys than queries."""
 

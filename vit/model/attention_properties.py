@@ -23,6 +23,7 @@ from vit.model.whole_attention import WholeAttention, build_attention, has_heads
 from vit.seeding import generator
 
 CLOSE = 1e-4
+HIDDEN = 1e-6  # largest weight of a key that is hidden
 MARKS = {"passed": "✓", "failed": "✗", "remark": "!", "unknown": "–"}
 
 
@@ -58,7 +59,8 @@ class Pair:
 def properties(attention: Attention) -> Iterator[Row]:
     """Check all properties, or those without which the others cannot be checked."""
     heads = 1 if is_whole(attention) and not has_heads(attention) else H
-    subject = build_attention(attention, D, heads, GRID).eval()
+    drop = 0.0 if isinstance(attention, FewerArguments) else 0.5
+    subject = build_attention(attention, D, heads, GRID, attn_drop=drop).eval()
     tokens = torch.randn(B, N, D, generator=generator(0, "check"))
     yield (repeats := _repeats(subject, tokens))
     if repeats.result == "failed":
@@ -70,12 +72,12 @@ def properties(attention: Attention) -> Iterator[Row]:
         return
     yield from _finite(subject, tokens)
     yield _sums(seen)
-    pair = _match(seen, heads)
+    pair = _match(seen)
     yield _scale(pair)
     yield _permutation(subject, tokens, seen)
     yield _independence(subject, tokens, seen)
     yield _mask(subject, tokens, seen)
-    yield _dropout(attention, tokens, seen)
+    yield _dropout(subject, tokens, seen)
     yield _residual(subject, tokens)
     yield _gradients(subject, tokens, seen)
     if pair is not None:
@@ -93,9 +95,15 @@ def _row(what: str, is_wrong: bool, advice: str, number: str = "", is_choice: bo
 
 
 def _repeats(subject: Subject, tokens: Tensor) -> Row:
+    given = tokens.clone()
     with torch.no_grad():
-        far = (subject(tokens) - subject(tokens)).abs().max().item()
+        outputs = [subject(given) for _ in range(2)]
+    far = (outputs[0] - outputs[1]).abs().max().item()
     advice = "dropout is active in evaluation: use nn.Dropout, or F.dropout(..., self.training)"
+    if not torch.equal(given, tokens):
+        advice = "the input is changed in place: write x = x + y, not x += y"
+    elif not outputs[0].isfinite().all():
+        advice = "the output is NaN or infinite: does a row of scores hide every key?"
     return _row("evaluation is deterministic", far != 0, advice, f"off by {far:.1g}")
 
 
@@ -147,15 +155,15 @@ def _sums(seen: Watch) -> Row:
     return Row(what, "failed", number, advice)
 
 
-def _match(seen: Watch, heads: int) -> Pair | None:
-    """Find the two projections whose product, up to a factor, are the scores."""
-    if seen.scores is None or seen.scores.shape[1] != heads:
+def _match(seen: Watch) -> Pair | None:
+    """Find two projections whose product, up to a factor, are the scores of the last softmax."""
+    if seen.scores is None:
         return None
     usable = seen.scores.isfinite() & (seen.scores > -1e4)
-    pairs = itertools.product(seen.by_head(heads).items(), repeat=2)
+    pairs = itertools.product(seen.by_head(seen.scores.shape[1]).items(), repeat=2)
     # Copies of a layer give the same numbers, so two projections go before one for both.
     for (a, query), (b, key) in sorted(pairs, key=lambda pair: pair[0][0] == pair[1][0]):
-        if query.shape != key.shape:
+        if query.shape != key.shape or query.shape[:2] != seen.scores.shape[:2]:
             continue
         product, scores = (query @ key.transpose(-2, -1))[usable], seen.scores[usable]
         factor = ((product * scores).sum() / product.square().sum()).item()
@@ -169,7 +177,9 @@ def _scale(pair: Pair | None) -> Row:
     """Compare the scale of the scores with the root of a head's width."""
     what = "scores are divided by √d"
     if pair is None:
-        advice = "the scores are no scaled product of two projections, split into heads"
+        advice = (
+            "the scores were not recognized as a product of two projections, so nothing is known"
+        )
         return Row(what, "unknown", "", advice)
     width, number = pair.query.shape[-1], f"divided by {pair.divisor:.2f}"
     for value, name in (
@@ -189,13 +199,23 @@ def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     order = torch.randperm(N, generator=generator(1, "check"))
     moved = Watch.run(subject, tokens[:, order])
     far = (moved.output - seen.output[:, order]).abs().max().item()
-    is_causal = bool((seen.weights.triu(1).abs() < 1e-6).all())
-    advice = "tokens are mixed between heads: split the width with view(B, N, heads, d), then "
-    advice += "transpose(1, 2); a view alone mixes them"
-    if is_causal:
-        advice = "tokens attend only to those before them: patches of an image have no such order"
+    is_mixed = _mixes_tokens(subject, tokens)
+    advice = "the place of a token matters: positions, or an order, as with a causal mask"
+    if is_mixed:
+        advice = "tokens are mixed between heads: split the width with view(B, N, heads, d), then "
+        advice += "transpose(1, 2); a view alone mixes them"
     what = "permuting tokens permutes outputs"
-    return _row(what, not far < CLOSE, advice, f"off by {far:.1g}", is_causal)
+    return _row(what, not far < CLOSE, advice, f"off by {far:.1g}", is_choice=not is_mixed)
+
+
+def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
+    """Tell whether the last token changes the scores of others, or what a token takes of itself."""
+    other = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
+    first, second = (Watch.run(subject, x, weights=torch.eye(N)) for x in (tokens, other))
+    changes = [(first.output - second.output)[:, :-1]]
+    if first.scores is not None and second.scores is not None:
+        changes.append((first.scores - second.scores)[..., :-1, :-1].nan_to_num())
+    return any(bool(change.abs().max() > CLOSE) for change in changes)
 
 
 def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
@@ -203,12 +223,14 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     what, heads, width = "heads are independent", subject.num_heads, D // subject.num_heads
     for number, output in enumerate(seen.projections):
         noise = torch.zeros_like(output)
-        part = noise[:, 0] if output.ndim == 4 else noise[..., :width]
+        part = noise[..., :width]
+        if output.ndim == 4:  # (B, H, N, d) or (B, N, H, d)
+            part = noise[:, 0] if output.shape[1] == heads else noise[:, :, 0]
         part[:] = 1 + torch.rand(part.shape[-1], generator=generator(2, "check"))
         weights = Watch.run(subject, tokens, add={number: noise}).weights
         changed = int(((weights - seen.weights).abs().amax(dim=(0, 2, 3)) > CLOSE).sum())
         if changed:
-            effect = f"the first {width} columns of a projection change {changed} of {heads}"
+            effect = f"a part of a projection, {width} wide, changes {changed} of {heads}"
             advice = "heads are mixed: each needs its own part of queries and keys"
             return _row(what, changed != 1, advice, effect)
     return Row(what, "unknown", "", "no projection changes the weights")
@@ -241,10 +263,10 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "the mask is ignored" if unchanged else after
     elif shown.max() < CLOSE:
         advice = "the mask is inverted: it is True where a query may attend; hide mask == 0"
-    elif by_image.max() > CLOSE > by_image.min():
+    elif by_image.max() > HIDDEN > by_image.min():
         advice = "the mask of one image is used for others: it has a row for each image"
-    elif by_image.max() > CLOSE:
-        advice = "hidden keys keep weight: fill their scores with -inf before the softmax"
+    elif by_image.max() > HIDDEN:
+        advice = "hidden keys keep weight: fill their scores with -1e9 before the softmax"
     elif seen.scores is not None and (sums * usual).abs().max() > 0.01:
         advice = after
     if advice:
@@ -255,37 +277,44 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     return _row(what, is_wrong, advice, "hidden keys get no weight", is_choice=True)
 
 
-def _dropout(attention: Attention, tokens: Tensor, seen: Watch) -> Row:
+def _dropout(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that dropout acts on the weights, and that those returned are from before it."""
-    drop = 0.0 if isinstance(attention, FewerArguments) else 0.5
-    heads = seen.weights.shape[1]
-    dropping = build_attention(attention, D, heads, GRID, attn_drop=drop).train()
+    dropping = copy.deepcopy(subject).train()
     with torch.no_grad(), Watch() as watch:
         if isinstance(dropping, WholeAttention):  # what the module itself returns
             result = dropping.call(tokens, None)
         else:
             result = dropping(tokens, need_weights=True)
     weights = result[1] if isinstance(result, tuple) and isinstance(result[1], Tensor) else None
-    lost = False if weights is None else ((weights == 0) & (seen.weights != 0)).float().mean() > 0.1
-    are_scores = watch.scores is not None and bool((watch.scores == 0).float().mean() > 0.1)
+    lost = weights is not None and _share_of_zeros(weights, seen.weights) > 0.1
+    are_scores = watch.scores is not None and _share_of_zeros(watch.scores, seen.scores) > 0.1
     advice = "it returns weights after dropout; those before are shown"
     if are_scores:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
     number = "it returns none, so those of its softmax are shown" if weights is None else ""
     what = "weights are from before dropout"
-    return _row(what, bool(lost) or are_scores, advice, number, is_choice=True)
+    return _row(what, lost or are_scores, advice, number, is_choice=True)
+
+
+def _share_of_zeros(numbers: Tensor, before: Tensor | None) -> float:
+    """Return the fraction of numbers that are zero and were not."""
+    is_lost = numbers == 0
+    if before is not None and before.shape == numbers.shape:
+        is_lost &= before != 0
+    return is_lost.float().mean().item()
 
 
 def _residual(subject: Subject, tokens: Tensor) -> Row:
     """Check that without attention nothing of the tokens is left."""
     what = "output has no residual or norm"
-    first, other = (Watch.run(subject, x, mute=True) for x in (tokens, tokens.flip(0) * 2))
+    muted = torch.zeros(N, N)
+    first, other = (Watch.run(subject, x, weights=muted) for x in (tokens, tokens.flip(0) * 2))
     if first.scores is None:
         return Row(what, "unknown", "", "it has no softmax to mute")
     far = (first.output - other.output).abs().max().item()
     if far > CLOSE:
         advice = "the output contains the input: an encoder block adds it again"
-        return Row(what, "remark", f"{far:.2g} without attention", advice)
+        return Row(what, "remark", f"without attention, it changes by {far:.2g}", advice)
     output = Watch.run(subject, 10 * tokens).output
     normal = output.mean(-1).abs().max() < CLOSE and (output.std(-1, False) - 1).abs().max() < 0.01
     advice = "the output is normalized: an encoder block normalizes its input instead"
@@ -304,9 +333,9 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         name.removeprefix("module.")
         for name, weight in learner.named_parameters()
         # The bias of keys changes all scores of a row alike, so it never has a gradient.
-        if weight.grad is None or (weight.ndim > 1 and not weight.grad.abs().max() > 0)
+        if weight.grad is None or (weight.ndim == 2 and not weight.grad.abs().amax(dim=1).all())
     ]
-    advice = f"{', '.join(idle)} get no gradient: they are not used, or detached"
+    advice = f"{', '.join(idle)} get no gradient, or only a part: it is not used, or detached"
     return _row(what, bool(idle), advice)
 
 
@@ -316,13 +345,18 @@ def _as_torch(subject: Subject, seen: Watch, pair: Pair | None) -> Row:
     if pair is None:
         return Row(what, "unknown", "", "its queries and keys were not found")
     last = [module for module in subject.modules() if isinstance(module, nn.Linear)][-1:]
+    # The output itself, if it is the same for all tokens, would pass as values.
+    final = [number for number, x in enumerate(seen.projections) if torch.equal(x, seen.output)]
     far = math.inf
-    for value in seen.by_head(subject.num_heads).values():  # whichever are the values
+    values = seen.by_head(pair.query.shape[1])
+    for value in (part for (number, _), part in values.items() if number not in final):
         heads = F.scaled_dot_product_attention(pair.query, pair.key, value)
         merged = heads.transpose(1, 2).flatten(2)
         with torch.no_grad():
             outputs = [merged] + [x(merged) for x in last if x.in_features == merged.shape[-1]]
         same = [output for output in outputs if output.shape == seen.output.shape]
         far = min([far, *((output - seen.output).abs().max().item() for output in same)])
-    advice = "it computes something else than softmax(QKᵀ / √d) V; the rows above say what"
+    if far == math.inf:
+        return Row(what, "unknown", "", "its values were not found")
+    advice = "it computes something else than softmax(QKᵀ / √d) V of its projections"
     return _row(what, not far < CLOSE, advice, f"off by {far:.2g}", is_choice=True)

@@ -9,6 +9,7 @@ Shapes: B batch, H heads, N queries, M keys, d head width.
 """
 
 import inspect
+import linecache
 import math
 import re
 import sys
@@ -145,9 +146,8 @@ def load_attention(name: str) -> Attention | None:
     if not callable(attention):
         skipped = definitions.left_out.get(attribute)
         why = f"; only definitions are executed, not {skipped}" if skipped else ""
-        if re.search(
-            rf"^# *(class|def) {attribute}\b", inspect.getsource(definitions), re.MULTILINE
-        ):
+        source = "".join(linecache.getlines(file))
+        if re.search(rf"^# *(class|def) {attribute}\b", source, re.MULTILINE):
             why = "; it is in a cell that is not Python"
         raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}{why}")
     ATTENTION[Path(name).name] = with_all_arguments(attention)
@@ -254,7 +254,11 @@ def place_of(error: Exception, variant: Any) -> str:
     code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
     frames = traceback.extract_tb(error.__traceback__)[1:]
     inside = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    place = f"{Path(code.co_filename).name}, line {[code.co_firstlineno, *inside][-1]}"
+    line, place = [code.co_firstlineno, *inside][-1], Path(code.co_filename).name
+    if place.endswith(".ipynb"):  # whose lines have no numbers
+        place += f": {linecache.getline(code.co_filename, line).strip()}"
+    else:
+        place += f", line {line}"
     left_out = getattr(sys.modules.get(variant.__module__), "left_out", {})
     missing = left_out.get(getattr(error, "name", None))
     return f"{place}; only definitions are executed, not {missing}" if missing else place

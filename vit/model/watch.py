@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from vit.model.attention import MultiHeadSelfAttention
 from vit.model.whole_attention import SOFTMAXES, WholeAttention
 
-B, N, D, H = 3, 10, 64, 4  # all different, so that no axis is taken for another
+B, N, D, H = 3, 10, 64, 2  # all different, so that no axis is taken for another
 GRID = 2, 5
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 Subject = MultiHeadSelfAttention | WholeAttention
@@ -24,12 +24,12 @@ class Watch(TorchFunctionMode):
 
     Args:
         add: Added to the output of a projection, by its number.
-        mute: Whether the softmax returns zeros.
+        weights: What the softmax returns instead of its result, (N, N); None keeps it.
     """
 
-    def __init__(self, add: dict[int, Tensor] | None = None, mute: bool = False) -> None:
+    def __init__(self, add: dict[int, Tensor] | None = None, weights: Tensor | None = None) -> None:
         super().__init__()
-        self.add, self.mute = add or {}, mute
+        self.add, self.instead = add or {}, weights
         self.projections: list[Tensor] = []  # outputs
         self.matrices: list[Tensor] = []
         self.scores: Tensor | None = None  # (B, H, N, N), of the last softmax
@@ -45,7 +45,7 @@ class Watch(TorchFunctionMode):
             self.matrices.append(args[1])
         if func in SOFTMAXES and result.shape[-2:] == (N, N):
             self.scores, self.softmaxes = args[0].view(B, -1, N, N), self.softmaxes + 1
-            return torch.zeros_like(result) if self.mute else result
+            return result if self.instead is None else self.instead.expand_as(result)
         return result
 
     @classmethod
@@ -59,12 +59,15 @@ class Watch(TorchFunctionMode):
         """Split projections into heads, (B, H, N, d): all of each, and as of three in one."""
         parts: dict[tuple[int, int], Tensor] = {}
         for number, output in enumerate(self.projections):
-            if output.ndim == 4 and output.shape[:3] == (B, heads, N):
-                parts[number, 0] = output
+            if output.ndim == 4 and {heads, N} == {*output.shape[1:3]}:
+                parts[number, 0] = output if output.shape[1] == heads else output.transpose(1, 2)
             elif output.ndim == 3 and output.shape[-1] % heads == 0:
                 output = output if output.shape[0] == B else output.transpose(0, 1)
                 parts[number, 0] = output.unflatten(-1, (heads, -1)).transpose(1, 2)
                 if output.shape[-1] % (3 * heads) == 0:
-                    for third, part in enumerate(output.chunk(3, dim=-1), start=1):
+                    thirds = [*output.chunk(3, dim=-1)]  # queries of all heads, keys, values
+                    split = parts[number, 0].chunk(3, dim=-1)  # or by head: queries, keys, values
+                    for third, part in enumerate(thirds, start=1):
                         parts[number, third] = part.unflatten(-1, (heads, -1)).transpose(1, 2)
+                        parts[number, third + 3] = split[third - 1]
         return parts

@@ -143,7 +143,8 @@ class WholeAttention(nn.Module):
         self.mask_name = next((key for key in MASKS if key in inputs), None)
         required = [p.name for p in inputs.values() if _is_required(p)]
         required = [name for name in required if name not in MASKS + PLACE]
-        self.inputs = max(1, len(required))  # 3 for query, key and value
+        self.inputs = min(max(1, len(required)), 3)  # 3 for query, key and value
+        self.place |= dict.fromkeys(required[3:])  # such as lengths, which are not known
         self.is_torchs = isinstance(self.module, nn.MultiheadAttention)
         if self.is_torchs:  # where True hides a key; `ReadSoftmax` masks it
             self.mask_name = None
@@ -172,13 +173,18 @@ class WholeAttention(nn.Module):
                 own, allowed = allowed if self.mask_ndim == 4 else allowed[:, 0], None
         with ReadSoftmax(size, allowed, self.gates) as read:
             output, weights = self.call(x, own, need_weights, grid)
+        if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
+            with ReadSoftmax(size, allowed, self.gates, read.weights):
+                output, _ = self.call(x, own, need_weights, grid)
         if read.weights is not None:
             weights = read.weights
         if weights is None:
-            raise ValueError(
-                f"attention: {type(self.module).__name__} computes no softmax over the tokens; let "
-                "its forward return the attention weights too: return output, weights"
-            )
+            name, hint = type(self.module).__name__, "let its forward return the attention weights "
+            hint += "too: return output, weights"
+            if read.other is not None:
+                hint = f"its softmax has the shape {[*read.other]}, and queries and keys must be "
+                hint += "(B, H, N, d), as after view(B, N, H, d).transpose(1, 2)"
+            raise ValueError(f"attention: {name} computes no softmax over the tokens; {hint}")
         output = output * (self.gates.amax(dim=0) > 0)
         return (output, weights) if need_weights else output
 
@@ -229,13 +235,21 @@ class ReadSoftmax(TorchFunctionMode):
         size: B, H, N, N of the weights.
         mask: Boolean, broadcastable to them; None if the module applies its own.
         gates: (H,), by which the weights of each head are multiplied after they are read.
+        given: (B, H, N, N) of an earlier call, which the softmaxes of single heads return.
     """
 
-    def __init__(self, size: tuple[int, ...], mask: Tensor | None, gates: Tensor) -> None:
+    def __init__(
+        self,
+        size: tuple[int, ...],
+        mask: Tensor | None,
+        gates: Tensor,
+        given: Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self.size, self.mask, self.gates = size, mask, gates
+        self.size, self.mask, self.gates, self.given = size, mask, gates, given
         self.weights: Tensor | None = None  # (B, H, N, N)
-        self._heads: list[Tensor] = []  # (B, N, N) each, of a module with a softmax for each head
+        self.heads: list[Tensor] = []  # (B, N, N) each, of a module with a softmax for each head
+        self.other: torch.Size | None = None  # of a softmax that is not over tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
@@ -245,12 +259,13 @@ class ReadSoftmax(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             return self._project(*args, **kwargs)
         if func not in SOFTMAXES or args[0].shape[-2:] != self.size[2:]:
+            self.other = args[0].shape if func in SOFTMAXES else self.other
             return func(*args, **kwargs)
         if self.mask is None:
             return self._gated(func(*args, **kwargs))
         scores, mask = args[0], self.mask
         if scores.ndim == 3 and len(scores) == self.size[0]:  # of one head
-            mask = mask[:, min(len(self._heads), mask.shape[1] - 1)]
+            mask = mask[:, min(len(self.heads), mask.shape[1] - 1)]
         else:
             scores = scores.view(self.size)
         return self._gated(masked_softmax(scores, mask).view(args[0].shape))
@@ -259,12 +274,14 @@ class ReadSoftmax(TorchFunctionMode):
         if weights.numel() == math.prod(self.size):
             self.weights = weights.view(self.size)
             return (self.weights * self.gates[:, None, None]).view(weights.shape)
-        if weights.shape != (self.size[0], *self.size[2:]) or len(self._heads) == self.size[1]:
+        if weights.shape != (self.size[0], *self.size[2:]) or len(self.heads) == self.size[1]:
             return weights
-        self._heads.append(weights)
-        if len(self._heads) == self.size[1]:
-            self.weights = torch.stack(self._heads, dim=1)
-        return weights * self.gates[len(self._heads) - 1]
+        if self.given is not None:
+            weights = self.given[:, len(self.heads)]
+        self.heads.append(weights)
+        if len(self.heads) == self.size[1]:
+            self.weights = torch.stack(self.heads, dim=1)
+        return weights * self.gates[len(self.heads) - 1]
 
     def _attend(
         self,

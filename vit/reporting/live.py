@@ -35,14 +35,12 @@ from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.reporting.attention_records import add_summary
 from vit.reporting.export_formats import to_onnx, trace
-from vit.reporting.loading import missing_packages, require_packages
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
 
 WEIGHTS_FILE = "weights.bin"  # to which the graph refers
 INPUTS = "images", "gates", "keep"  # names in the graph
 OUTPUTS = "logits", "weights", "lens_classes", "lens_probabilities"
-PACKAGES = ("onnx", "onnxscript")
 HALF_ERROR = 1e-2  # of a logit, up to which weights are stored as float16
 
 
@@ -55,9 +53,8 @@ def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:
 def graph_of(classifier: Classifier) -> bytes:
     """Return the ONNX graph, in float32 and the same for all weights.
 
-    ValueError if packages are missing, or the model's attention cannot be read or exported.
+    ValueError if the model's attention cannot be read or exported.
     """
-    require_packages("the live model", PACKAGES, "export")
     import onnx_ir as ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
@@ -147,9 +144,6 @@ class LiveLog:
         except Exception as error:  # of many kinds, and none of them may end a run
             reason = shorten(error, 300)
         warn(f"the Attention tab cannot run this model: {reason}")
-        if missing := missing_packages(PACKAGES):  # then; perhaps not where the note is read
-            reason = f"this was logged without {', '.join(missing)}; with them (pip install "
-            reason += '"vit-from-scratch[export]"), eval.py RUN maps stores the model'
         return Live(spec=None, note=reason)
 
 

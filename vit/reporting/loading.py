@@ -155,14 +155,9 @@ def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]
     return training, held_out
 
 
-def missing_packages(packages: Sequence[str]) -> list[str]:
-    """Return the packages that are not installed."""
-    return [package for package in packages if importlib.util.find_spec(package) is None]
-
-
 def require_packages(user: str, packages: Sequence[str], extra: str) -> None:
     """Raise ValueError if packages of an extra, which `user` needs, are not installed."""
-    if missing := missing_packages(packages):
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ValueError(
             f"{user} needs {', '.join(missing)}, not installed here; run "
             f'pip install "vit-from-scratch[{extra}]", or pip install ".[{extra}]" in a checkout'
