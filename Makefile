@@ -16,11 +16,12 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 
 ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 
-.PHONY: help demo check test coverage lint lint-js docs tour lock onnxruntime clean
+.PHONY: help demo tensorboard check test coverage lint lint-js docs tour lock onnxruntime clean
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes;"
 	@echo "            TORCH=cpu installs PyTorch without its libraries for GPUs"
+	@echo "make tensorboard  start TensorBoard on runs/; the Attention tab is at http://localhost:6006/#attention"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 6 minutes on two cores"
 	@echo "make coverage  all tests, and which lines of vit/ they run; fails below 95%"
@@ -34,7 +35,14 @@ help:
 
 demo: .venv/installed
 	$(BIN)/python train.py --config configs/shapes.yaml --out runs/demo --overwrite
-	$(BIN)/python eval.py runs/demo
+	$(BIN)/python eval.py runs/demo export html
+	@echo
+	@echo "Open runs/demo/export/live.html in a browser: point at a patch to see what it attends to, mute a head,"
+	@echo "hide a patch or drop a photo."
+	@if [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ]; then $(BIN)/python -m webbrowser runs/demo/export/live.html; fi
+
+tensorboard: .venv/installed
+	$(BIN)/tensorboard --logdir runs --samples_per_plugin images=1000
 
 check: lint
 	$(PYTEST) -m "not slow"

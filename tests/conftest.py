@@ -18,6 +18,9 @@ from vit.cli import eval_main
 # The models are so small that more threads would only wait for each other. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# As in an environment that is activated.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
 # The same examples in every run, however slow the machine.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

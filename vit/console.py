@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -46,7 +47,15 @@ def warn(text: str) -> None:
 def program(name: str) -> str:
     """Name train or eval as the user calls it: a script of a checkout, or an installed command."""
     is_script = Path(sys.argv[0]).name in ("train.py", "eval.py")
-    return f"python {name}.py" if is_script else f"vit-{name}"
+    return f"{installed('python')} {name}.py" if is_script else installed(f"vit-{name}")
+
+
+def installed(name: str) -> str:
+    """Name a program of this environment, with its folder where the shell finds another or none."""
+    own, other = Path(sys.executable).absolute().parent / name, shutil.which(name)
+    if not own.exists() or (other and Path(other).absolute() == own):
+        return name
+    return argument(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
 
 
 def counted(count: float, noun: str, form: str = "") -> str:

@@ -12,6 +12,7 @@ import copy
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -213,7 +214,9 @@ def trace(
 ) -> torch.export.ExportedProgram:
     """Trace a module in evaluation mode; ValueError if torch.export does not support it."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # Modules from notebooks store their weights in an attribute; exports do not.
+            warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
             program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes)
     except Exception as error:  # of many kinds
         reason = shorten(error, 200)

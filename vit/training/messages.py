@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.console import argument, counted, printable, program, sides
+from vit.console import argument, counted, installed, printable, program, sides
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.sampling import describe_counts
@@ -19,6 +19,7 @@ from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
 FEW_STEPS = 200  # to train from scratch
+ATTENTION_TAB = "http://localhost:6006/#attention"  # of TensorBoard
 LOSSES = 30  # number of recent losses shown when a run diverges
 
 
@@ -117,7 +118,7 @@ def end_text(
     )
     command = f"{program('eval')} {argument(run)}"
     low, high = result["accuracy_95"]
-    maps = f"         {command} maps{flag}\n" if has_maps else ""
+    page = f" export html{flag}  # attention as a page" if has_maps else flag
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
@@ -126,8 +127,8 @@ def end_text(
         f"time     {clock(seconds)} of training\n"
         f"wrote    {printable(run / MODEL_FILE)}, {printable(run / EVAL_FOLDER / REPORT_FILE)}, "
         f"{printable(run / EVAL_FOLDER / PREDICTIONS_FILE)}, {printable(run / EVAL_FOLDER)}/*.png\n"
-        f"next     {command}{flag}\n{maps}"
-        f"         {tensorboard_command(run)}"
+        f"next     {command}{page}\n"
+        f"         {tensorboard_command(run)}  # then open {ATTENTION_TAB}"
     )
 
 
@@ -150,7 +151,8 @@ def diverged_text(state: TrainState, numbers: str) -> str:
 
 def tensorboard_command(run: Path) -> str:
     """Return the command that shows a run and its neighbours with all their images."""
-    return f"tensorboard --logdir {argument(run.parent)} --samples_per_plugin images=1000"
+    program = installed("tensorboard")
+    return f"{program} --logdir {argument(run.parent)} --samples_per_plugin images=1000"
 
 
 def clock(seconds: float) -> str:
