@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from vit.commands.check import check
-from vit.model.attention_properties import Row
 from vit.model.definitions import read_definitions
+from vit.model.watch import Row
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/exercises"
 TEXT = (FOLDER.parent / "exercises.md").read_text(encoding="utf-8").replace("\n", " ")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from vit.commands.check import check
 from vit.model.attention import scaled_dot_product_attention
-from vit.model.attention_properties import Row
 from vit.model.definitions import read_definitions
 from vit.model.variants import ATTENTION
+from vit.model.watch import Row
 
 RIGHT = """
 import math

@@ -12,9 +12,9 @@ from vit.commands.config import CheckConfig
 from vit.console import printable, say, shorten
 from vit.files import write_json
 from vit.model.attention import Attention
-from vit.model.attention_properties import Row, properties
+from vit.model.attention_properties import properties
 from vit.model.variants import attention_of, load_attention, place_of, with_all_arguments
-from vit.model.watch import B, D, H, N
+from vit.model.watch import B, D, H, N, Row
 from vit.model.whole_attention import build_attention, has_heads, is_whole
 from vit.seeding import generator
 

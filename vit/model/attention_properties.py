@@ -4,56 +4,21 @@ Shapes: B batch, N tokens, D token width, H heads, d head width.
 """
 
 import copy
-import itertools
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.console import shorten
 from vit.hardware import autocast
 from vit.model.attention import Attention
+from vit.model.attention_projections import check_scale, compare_with_torch, match_projections
 from vit.model.variants import FewerArguments
-from vit.model.watch import GRID, B, D, H, N, Subject, Watch
+from vit.model.watch import CLOSE, GRID, B, D, H, N, Row, Subject, Watch, judge
 from vit.model.whole_attention import WholeAttention, build_attention, has_heads, is_whole
 from vit.seeding import generator
 
-CLOSE = 1e-4
 HIDDEN = 1e-6  # largest weight of a key that is hidden
-MARKS = {"passed": "✓", "failed": "✗", "remark": "!", "unknown": "–"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A property: a number, and if it is not as usual, a sentence that says why.
-
-    A Vision Transformer needs what "failed"; a "remark" may be a choice; "unknown" could not be
-    measured.
-    """
-
-    property: str
-    result: Literal["passed", "failed", "remark", "unknown"]
-    number: str = ""
-    advice: str = ""
-
-    def __str__(self) -> str:
-        number = f": {self.number}" if self.number else ""
-        advice = f"\n    {self.advice}" if self.advice else ""
-        return f"{MARKS[self.result]} {self.property}{number}{advice}"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Queries and keys (B, H, N, d), and what their product is divided by."""
-
-    query: Tensor
-    key: Tensor
-    is_shared: bool  # whether both are the same projection
-    divisor: float
 
 
 def properties(attention: Attention) -> Iterator[Row]:
@@ -72,8 +37,8 @@ def properties(attention: Attention) -> Iterator[Row]:
         return
     yield from _finite(subject, tokens)
     yield _sums(seen)
-    pair = _match(seen)
-    yield _scale(pair)
+    pair = match_projections(seen)
+    yield check_scale(pair)
     yield _permutation(subject, tokens, seen)
     yield _independence(subject, tokens, seen)
     yield _mask(subject, tokens, seen)
@@ -83,15 +48,8 @@ def properties(attention: Attention) -> Iterator[Row]:
     if pair is not None:
         advice = "queries and keys have the same projection, so scores are symmetric"
         what = "queries and keys have their own projections"
-        yield _row(what, pair.is_shared, advice, is_choice=True)
-    yield _as_torch(subject, seen, pair)
-
-
-def _row(what: str, is_wrong: bool, advice: str, number: str = "", is_choice: bool = False) -> Row:
-    """Return a row that passes, or gives advice."""
-    if not is_wrong:
-        return Row(what, "passed", number)
-    return Row(what, "remark" if is_choice else "failed", number, advice)
+        yield judge(what, pair.is_shared, advice, is_choice=True)
+    yield compare_with_torch(subject, seen, pair)
 
 
 def _repeats(subject: Subject, tokens: Tensor) -> Row:
@@ -104,7 +62,7 @@ def _repeats(subject: Subject, tokens: Tensor) -> Row:
         advice = "the input is changed in place: write x = x + y, not x += y"
     elif not outputs[0].isfinite().all():
         advice = "the output is NaN or infinite: does a row of scores hide every key?"
-    return _row("evaluation is deterministic", far != 0, advice, f"off by {far:.1g}")
+    return judge("evaluation is deterministic", far != 0, advice, f"off by {far:.1g}")
 
 
 def _images(subject: Subject, tokens: Tensor) -> Row:
@@ -114,14 +72,14 @@ def _images(subject: Subject, tokens: Tensor) -> Row:
         far = (subject(tokens) - subject(others))[0].abs().max().item()
     advice = "an image attends to the others of its batch: tokens are (batch, tokens, width); "
     advice += "attend along dim 1, torch's modules with batch_first=True"
-    return _row("images are independent", not far < CLOSE, advice, f"off by {far:.1g}")
+    return judge("images are independent", not far < CLOSE, advice, f"off by {far:.1g}")
 
 
 def _shapes(subject: Subject, seen: Watch) -> Row:
     expected = B, subject.num_heads, N, N
     advice = f"the weights must be {[*expected]}: batch, heads, queries, keys"
     number = f"output {[*seen.output.shape]}, weights {[*seen.weights.shape]}"
-    return _row("shapes", seen.weights.shape != expected, advice, number)
+    return judge("shapes", seen.weights.shape != expected, advice, number)
 
 
 def _finite(subject: Subject, tokens: Tensor) -> Iterator[Row]:
@@ -133,7 +91,7 @@ def _finite(subject: Subject, tokens: Tensor) -> Iterator[Row]:
     ):  # fmt: skip
         with torch.no_grad(), autocast(tokens.device, precision):
             is_finite = bool(subject(scale * tokens).isfinite().all())
-        yield _row(what, not is_finite, advice)
+        yield judge(what, not is_finite, advice)
 
 
 def _sums(seen: Watch) -> Row:
@@ -145,7 +103,7 @@ def _sums(seen: Watch) -> Row:
     if axis == "keys":
         is_wrong = seen.softmaxes not in (0, 1, seen.weights.shape[1])
         advice = f"there are {seen.softmaxes} softmaxes; one is enough"
-        return _row(what, is_wrong, advice, number, is_choice=True)
+        return judge(what, is_wrong, advice, number, is_choice=True)
     if axis:
         advice = f"softmax runs over the {axis} (dim={axes[axis]}); use dim=-1, over the keys"
     elif seen.softmaxes == 1:
@@ -153,45 +111,6 @@ def _sums(seen: Watch) -> Row:
     else:
         return Row(what, "remark", number, "the weights are not those of one softmax")
     return Row(what, "failed", number, advice)
-
-
-def _match(seen: Watch) -> Pair | None:
-    """Find two projections whose product, up to a factor, are the scores of the last softmax."""
-    if seen.scores is None:
-        return None
-    usable = seen.scores.isfinite() & (seen.scores > -1e4)
-    pairs = itertools.product(seen.by_head(seen.scores.shape[1]).items(), repeat=2)
-    # Copies of a layer give the same numbers, so two projections go before one for both.
-    for (a, query), (b, key) in sorted(pairs, key=lambda pair: pair[0][0] == pair[1][0]):
-        if query.shape != key.shape or query.shape[:2] != seen.scores.shape[:2]:
-            continue
-        product, scores = (query @ key.transpose(-2, -1))[usable], seen.scores[usable]
-        factor = ((product * scores).sum() / product.square().sum()).item()
-        if (scores - factor * product).abs().max() < 1e-3 * scores.abs().max():
-            is_shared = a[1] == b[1] and seen.matrices[a[0]] is seen.matrices[b[0]]
-            return Pair(query, key, is_shared, 1 / factor)
-    return None
-
-
-def _scale(pair: Pair | None) -> Row:
-    """Compare the scale of the scores with the root of a head's width."""
-    what = "scores are divided by √d"
-    if pair is None:
-        advice = (
-            "the scores were not recognized as a product of two projections, so nothing is known"
-        )
-        return Row(what, "unknown", "", advice)
-    width, number = pair.query.shape[-1], f"divided by {pair.divisor:.2f}"
-    for value, name in (
-        (math.sqrt(width), f" = √{width}"), (width, ", the width of a head, not its root"),
-        (math.sqrt(D), f" = √{D}, the model's width"), (1.0, ", so not at all"),
-    ):  # fmt: skip
-        if math.isclose(pair.divisor, value, rel_tol=1e-2):
-            number += name
-            break
-    is_wrong = not math.isclose(pair.divisor, math.sqrt(width), rel_tol=1e-2)
-    advice = f"the paper divides by √{width}, the root of the width of a head"
-    return _row(what, is_wrong, advice, number, is_choice=True)
 
 
 def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
@@ -205,7 +124,7 @@ def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "tokens are mixed between heads: split the width with view(B, N, heads, d), then "
         advice += "transpose(1, 2); a view alone mixes them"
     what = "permuting tokens permutes outputs"
-    return _row(what, not far < CLOSE, advice, f"off by {far:.1g}", is_choice=not is_mixed)
+    return judge(what, not far < CLOSE, advice, f"off by {far:.1g}", is_choice=not is_mixed)
 
 
 def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
@@ -232,7 +151,7 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         if changed:
             effect = f"a part of a projection, {width} wide, changes {changed} of {heads}"
             advice = "heads are mixed: each needs its own part of queries and keys"
-            return _row(what, changed != 1, advice, effect)
+            return judge(what, changed != 1, advice, effect)
     return Row(what, "unknown", "", "no projection changes the weights")
 
 
@@ -274,7 +193,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     none = Watch.run(subject, tokens, torch.zeros(N, N, dtype=torch.bool))
     advice = "rows that hide every key become NaN; if there are any, fill with -1e9, not -inf"
     is_wrong = not none.output.isfinite().all()
-    return _row(what, is_wrong, advice, "hidden keys get no weight", is_choice=True)
+    return judge(what, is_wrong, advice, "hidden keys get no weight", is_choice=True)
 
 
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
@@ -293,7 +212,7 @@ def _dropout(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
     number = "it returns none, so those of its softmax are shown" if weights is None else ""
     what = "weights are from before dropout"
-    return _row(what, lost or are_scores, advice, number, is_choice=True)
+    return judge(what, lost or are_scores, advice, number, is_choice=True)
 
 
 def _share_of_zeros(numbers: Tensor, before: Tensor | None) -> float:
@@ -318,7 +237,7 @@ def _residual(subject: Subject, tokens: Tensor) -> Row:
     output = Watch.run(subject, 10 * tokens).output
     normal = output.mean(-1).abs().max() < CLOSE and (output.std(-1, False) - 1).abs().max() < 0.01
     advice = "the output is normalized: an encoder block normalizes its input instead"
-    return _row(what, bool(normal), advice, is_choice=True)
+    return judge(what, bool(normal), advice, is_choice=True)
 
 
 def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
@@ -336,27 +255,4 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         if weight.grad is None or (weight.ndim == 2 and not weight.grad.abs().amax(dim=1).all())
     ]
     advice = f"{', '.join(idle)} get no gradient, or only a part: it is not used, or detached"
-    return _row(what, bool(idle), advice)
-
-
-def _as_torch(subject: Subject, seen: Watch, pair: Pair | None) -> Row:
-    """Compare the output with that of torch's fused attention for the same projections."""
-    what = "equals torch's attention"
-    if pair is None:
-        return Row(what, "unknown", "", "its queries and keys were not found")
-    last = [module for module in subject.modules() if isinstance(module, nn.Linear)][-1:]
-    # The output itself, if it is the same for all tokens, would pass as values.
-    final = [number for number, x in enumerate(seen.projections) if torch.equal(x, seen.output)]
-    far = math.inf
-    values = seen.by_head(pair.query.shape[1])
-    for value in (part for (number, _), part in values.items() if number not in final):
-        heads = F.scaled_dot_product_attention(pair.query, pair.key, value)
-        merged = heads.transpose(1, 2).flatten(2)
-        with torch.no_grad():
-            outputs = [merged] + [x(merged) for x in last if x.in_features == merged.shape[-1]]
-        same = [output for output in outputs if output.shape == seen.output.shape]
-        far = min([far, *((output - seen.output).abs().max().item() for output in same)])
-    if far == math.inf:
-        return Row(what, "unknown", "", "its values were not found")
-    advice = "it computes something else than softmax(QKᵀ / √d) V of its projections"
-    return _row(what, not far < CLOSE, advice, f"off by {far:.2g}", is_choice=True)
+    return judge(what, bool(idle), advice)

@@ -1,9 +1,10 @@
-"""Projections, scores and weights of any attention, seen and changed while it computes.
+"""Projections, scores and weights of any attention, seen and changed while it computes; findings.
 
 Shapes: B batch, N tokens, D token width, H heads, d head width.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,34 @@ B, N, D, H = 3, 10, 64, 2  # all different, so that no axis is taken for another
 GRID = 2, 5
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 Subject = MultiHeadSelfAttention | WholeAttention
+CLOSE = 1e-4
+MARKS = {"passed": "✓", "failed": "✗", "remark": "!", "unknown": "–"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A property: a number, and if it is not as usual, a sentence that says why.
+
+    A Vision Transformer needs what "failed"; a "remark" may be a choice; "unknown" could not be
+    measured.
+    """
+
+    property: str
+    result: Literal["passed", "failed", "remark", "unknown"]
+    number: str = ""
+    advice: str = ""
+
+    def __str__(self) -> str:
+        number = f": {self.number}" if self.number else ""
+        advice = f"\n    {self.advice}" if self.advice else ""
+        return f"{MARKS[self.result]} {self.property}{number}{advice}"
+
+
+def judge(what: str, is_wrong: bool, advice: str, number: str = "", is_choice: bool = False) -> Row:
+    """Return a row that passes, or gives advice."""
+    if not is_wrong:
+        return Row(what, "passed", number)
+    return Row(what, "remark" if is_choice else "failed", number, advice)
 
 
 class Watch(TorchFunctionMode):
