@@ -70,7 +70,7 @@ lint-js:
 	npx --yes @biomejs/biome@2.6.8 check --error-on-warnings
 
 tour: .venv/installed-dev
-	$(BIN)/python tests/test_tour.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/test_tour.py
 
 .venv/requirements: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'

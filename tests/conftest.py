@@ -82,7 +82,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the demo, with half of its epochs, created by its command."""
+    """The run folder of the demo, with half of its epochs, created by its command.
+
+    What the command printed is beside it, in printed.txt.
+    """
     base, environment = tmp_path_factory.getbasetemp(), dict(os.environ)
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # which the processes of this test run share
@@ -92,14 +95,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.parent.mkdir(exist_ok=True)
     with FileLock(base / "demo.lock"):  # the first process creates it, the others wait
         if not (run / "model.safetensors").exists():
-            subprocess.run(
-                [
-                    sys.executable, str(ROOT / "train.py"), "--config",
-                    str(ROOT / "configs/shapes.yaml"), "--out", str(run),
-                    "--train.epochs", "4", "--track.live_mb", "0",
-                ],
-                check=True, capture_output=True, env=environment, timeout=900,
+            words = ["--config", ROOT / "configs/shapes.yaml", "--out", run, "--train.epochs", "4"]
+            ended = subprocess.run(
+                [sys.executable, ROOT / "train.py", *words],
+                check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env=environment, timeout=900,
             )  # fmt: skip
+            (run.parent / "printed.txt").write_text(ended.stdout)
     return run
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -340,3 +341,12 @@ def test_stem_starts_from_the_training_images_and_batch_norm_soon_forgets(tmp_pa
         assert_close(stem[0].weight, expected[0].weight, rtol=0, atol=1e-6)
         norms = [module for module in stem if isinstance(module, torch.nn.BatchNorm2d)]
         assert norms and {norm.momentum for norm in norms} == {momentum}
+
+
+def test_the_first_command_apologizes_for_nothing_and_ends_with_attention(demo):
+    """As on a machine on which only this package has been installed."""
+    printed = (demo.parent / "printed.txt").read_text()
+    assert not re.search(r"warning|note:|not installed|cannot|unable|traceback", printed.lower())
+    *_, page, tensorboard = printed.splitlines()
+    assert page.split("  #")[0].endswith(f"eval.py {demo} export html")
+    assert tensorboard.endswith("/#attention") and f"--logdir {demo.parent}" in tensorboard
