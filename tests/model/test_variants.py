@@ -336,7 +336,7 @@ def test_an_attention_that_does_not_fit_is_refused_before_training(
     for name in ("wrong.py:mine", "dot"):
         message = f"^model.attention: {name} gives .*({problem}).*[(]wrong.py, line {line}[)]"
         with pytest.raises(ValueError, match=message):
-            check_attention(name, 3, 4, 12, (1, 5))
+            check_attention(ModelConfig(attention=name, num_heads=3, embed_dim=12), (1, 5))
         with pytest.raises(ValueError, match=f"^model.attention: {name} gives "):
             check_config(small_run(tmp_path / "run", name))
         monkeypatch.setattr(attention, "scaled_dot_product_attention", mine)
@@ -525,3 +525,20 @@ def test_attention_is_told_the_grid(attention):
     module = attn.attention if attention is Placed else attn.module
     assert module.built == ((2, 3), 2)
     assert module.places[-2:] == [((2, 3), 2), ((4, 2), 2)]
+
+
+def test_positions_that_an_attention_cannot_take_are_refused(tmp_path, registry):
+    """A float mask, and positions of a whole module."""
+    write_own(tmp_path / "own.py", "return (weights * ~mask) @ value, weights")
+    for name, kind, words in (
+        ("own.py:mine", "bias", r"own.py:mine gives TypeError: .*[(]own.py, line 4[)]"),
+        (
+            "torch.nn:MultiheadAttention",
+            "rope",
+            "rel_pos: rope is not allowed; it must be none with ",
+        ),
+    ):
+        config = small_run(tmp_path / "run", name)
+        config = replace(config, model=replace(config.model, rel_pos=kind))
+        with pytest.raises(ValueError, match=words):
+            check_config(config)

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from vit.model.fused_kernel import is_released, source_digest
 from vit.model.positions import Grid
 from vit.model.whole_attention import MASKS, WholeAttention, is_whole
 from vit.seeding import generator
-from vit.settings import suggest
+from vit.settings import check, suggest
 
 Dropout = Callable[[Tensor], Tensor]
 
@@ -204,9 +204,7 @@ def attention_of(name: str) -> Attention:
     return find_attention(name) or attention.scaled_dot_product_attention
 
 
-def check_attention(
-    name: str, heads: int, head_dim: int, dim: int, grid: Grid, prefix: int = 0, hint: str = ""
-) -> None:
+def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str = "") -> None:
     """Try an attention on random numbers, to find mistakes before training.
 
     Of a head they are queries, keys and values (1, H, N, d); of a whole module, tokens (1, N, dim).
@@ -214,11 +212,15 @@ def check_attention(
     Raises:
         ValueError: It fails, or does not return a finite output and the weights that it is made of.
     """
-    variant: Any = attention_of(name)
+    name, heads, dim = model.attention, model.num_heads, model.embed_dim
+    head_dim, variant = model.head_dim or dim // heads, cast(Any, attention_of(name))
     whole, draw = is_whole(variant), generator(0, "attention")
+    allowed = f"none with {name}, a whole module, which has positions of its own or none"
+    check(model, "rel_pos", model.rel_pos == "none" or not whole, allowed)
     place, tokens = {"grid": grid, "num_prefix_tokens": prefix}, prefix + math.prod(grid)
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(heads, tokens, tokens) if model.rel_pos == "bias" else None
     try:
         if whole:
             module = WholeAttention(variant, dim, heads, grid, prefix, head_dim)
@@ -228,7 +230,7 @@ def check_attention(
             if isinstance(variant, type):
                 function = variant(heads, head_dim, **accepted_arguments(variant, place))
             place = accepted_arguments(getattr(function, "forward", function), place)
-            output, weights = function(*inputs, None, nn.Identity(), **place)
+            output, weights = function(*inputs, mask, nn.Identity(), **place)
         if (output.shape, weights.shape) != (shape, (1, heads, tokens, tokens)):
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
         if not (output.isfinite().all() and weights.isfinite().all()):

@@ -173,14 +173,12 @@ def _check_vit(config: Config, untrained: Classifier) -> None:
     if not is_edited(model.attention):
         return
     built, size = require_attention(untrained.model), untrained.preprocess.image_size
-    width = model.head_dim or model.embed_dim // model.num_heads
     sizes = {size: ""}
     if train.small_share:
         small = scaled_size(size, train.small_scale, built.patch_embed.patch_size)
         sizes.setdefault(small, "; --train.small_share 0 trains with no fewer")
     for size, hint in sizes.items():
-        settings = model.num_heads, width, model.embed_dim, built.patch_embed.grid(*size)
-        check_attention(model.attention, *settings, built.num_prefix_tokens, hint)
+        check_attention(model, built.patch_embed.grid(*size), built.num_prefix_tokens, hint)
 
 
 def _check_timm(config: Config, untrained: Classifier) -> None:
