@@ -26,6 +26,7 @@ from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
 from vit.model.config import ModelConfig
 from vit.pretrained.load import load as load_model
+from vit.reporting.loading import load_test
 from vit.reporting.report import (
     contrast,
     draw_gallery,
@@ -33,6 +34,8 @@ from vit.reporting.report import (
     worst_mistakes,
     write_report,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_worst_mistakes_are_wrong_and_the_surest_first():
@@ -259,3 +262,20 @@ def test_table_says_what_was_compared() -> None:
         f"| 猫 | {shared} (unfinished) {measured} 1,200 : 1 | 0.25 | 12.5% |",
     ]
     assert len({row.index("timm") + row.count("猫") for row in rows[2:]}) == 1  # aligned
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar10_quick"])
+def test_included_models_come_with_test_images(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = load_model(name, "cpu", "float32")
+    test = load_test(saved)
+    right = saved.logits(test).argmax(dim=1) == test.labels
+    assert len(test) == 8 and right.sum() >= 7
+    assert "only the 8 test images" in capsys.readouterr().err
+    if (ROOT / "data/cifar-10-batches-py").exists():
+        everything = load_test(saved, str(ROOT / "data"))
+        same = everything.select(torch.tensor(test.origins))
+        assert torch.equal(test.pixels(), same.pixels())
+        assert torch.equal(test.labels, same.labels)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from vit.classifier import Classifier
@@ -19,7 +20,7 @@ from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import check_stored, join, recognize
 from vit.files import inside, require_file
-from vit.model_file import SavedModel
+from vit.model_file import BUNDLED, SavedModel
 from vit.pretrained.load import load
 from vit.run.checkpoint import CHECKPOINT_FOLDER
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE
@@ -102,10 +103,13 @@ def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     """Load the test images of a model's data set, from `root` or where they were in training.
 
-    Some of the model's classes may have none. ValueError if the images are missing and could not be
+    Some of the model's classes may have none. An included model has eight test images with it, for
+    when its data set is not there. ValueError if the images are missing and could not be
     downloaded, have other classes, or if the model may have been trained on some of them.
     """
     data, own = data_of(saved, root)
+    if root is None and saved.path.parent == BUNDLED and recognize(Path(data.root)) != data.name:
+        return _included(saved)
     # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
     test = load_test_images(dataclasses.replace(data, download=download), saved.preprocess)
@@ -131,6 +135,19 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
             "table (the run's split.csv is one), and point --data.root at it"
         )
     return test
+
+
+def _included(saved: SavedModel) -> ImageSet:
+    """Load the test images that come with the included models, and say how to get all."""
+    name, root = saved.config.data.name, saved.config.data.root
+    tensors = safetensors.torch.load_file(BUNDLED / "test_images" / f"{name}.safetensors")
+    images, labels, origins = (tensors[key] for key in ("images", "labels", "origins"))
+    note(
+        f"{name} is not in {root}/, so only the {len(images)} test images that come with the model "
+        f"are used; --data.root {root} downloads all"
+    )
+    test = ImageSet(images, labels, saved.classes, origins=tuple(origins.tolist()))
+    return test.resized(saved.preprocess)
 
 
 def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
