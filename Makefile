@@ -91,7 +91,7 @@ endif
 	touch $@
 
 .venv/installed-dev: requirements-dev.lock .venv/installed
-	$(INSTALL) --requirement requirements-dev.lock
+	$(INSTALL) --no-binary grad-cam --no-build-isolation --requirement requirements-dev.lock
 	touch $@
 
 # REPO_URL is where links to files outside docs/ lead; by default to those here.

@@ -1,11 +1,13 @@
 """Shared by all tests: threads, property tests, the demo run, the browser, and slow tests."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -28,6 +30,7 @@ settings.register_profile(
 settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parent.parent
+MAY_SKIP = "there is no accelerator|cifar-100-python is missing"
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -40,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "demo" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if tests were skipped, with NO_SKIPS in the environment, that a CPU can run."""
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or "NO_SKIPS" not in os.environ:
+        return
+    reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", ())}
+    if others := [reason for reason in reasons if not re.search(MAY_SKIP, reason)]:
+        reporter.write_line(f"NO_SKIPS: tests were skipped: {'; '.join(sorted(others))}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)
