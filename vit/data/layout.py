@@ -117,15 +117,19 @@ def recognize(root: Path) -> str | None:
     return "folder" if is_folder or _has_image(root) else None
 
 
+def is_stored(data: DataConfig) -> bool:
+    """Tell whether a published data set, or its archive, is in data.root."""
+    return bool(data.spec.files) and any(Path(data.root).glob(data.spec.files))
+
+
 def check_stored(data: DataConfig, is_target: bool = True) -> None:
     """Check that a published data set is in data.root, or, if that is new or empty, may get there.
 
     Users who mistype the path of their own images should not train on CIFAR-10 instead.
     """
     root, files = Path(data.root), data.spec.files
-    is_stored = files and any(root.glob(files))
     is_empty = not root.is_file() and not any(root.glob("*"))
-    if not (data.spec.own_files or is_stored or (files and is_target and is_empty)):
+    if not (data.spec.own_files or is_stored(data) or (files and is_target and is_empty)):
         if not root.exists():
             raise ValueError(f"data.root: {root} does not exist; check the path")
         raise ValueError(

@@ -18,7 +18,7 @@ from vit.console import note, printable, warn
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
-from vit.data.layout import check_stored, join, recognize
+from vit.data.layout import check_stored, is_stored, join, recognize
 from vit.files import inside, require_file
 from vit.model_file import BUNDLED, SavedModel
 from vit.pretrained.load import load
@@ -108,7 +108,7 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     downloaded, have other classes, or if the model may have been trained on some of them.
     """
     data, own = data_of(saved, root)
-    if root is None and saved.path.parent == BUNDLED and recognize(Path(data.root)) != data.name:
+    if root is None and saved.path.parent == BUNDLED and not is_stored(data):
         return _included(saved)
     # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
