@@ -14,8 +14,8 @@ from vit.files import write_json
 from vit.model.attention import Attention
 from vit.model.attention_properties import properties
 from vit.model.variants import attention_of, load_attention, place_of, with_all_arguments
-from vit.model.watch import B, D, H, N, Row
-from vit.model.whole_attention import build_attention, has_heads, is_whole
+from vit.model.watch import B, D, N, Row, trial_heads
+from vit.model.whole_attention import build_attention
 from vit.seeding import generator
 
 
@@ -59,10 +59,10 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
 def cost(attention: Attention) -> Row:
     """Compare time and memory of a training step with ours, for 64 images of 65 tokens."""
     what = "time and memory of a training step"
-    heads = 1 if is_whole(attention) and not has_heads(attention) else H
+    heads, kinds = trial_heads(attention), (attention, None)
     tokens = torch.randn(64, 65, 192, generator=generator(3, "check"))
     try:
-        modules = [build_attention(kind, 192, heads, (5, 13)) for kind in (attention, None)]
+        modules = [build_attention(kind, 192, heads, grid=(5, 13)) for kind in kinds]
         sizes = [_saved_bytes(module, tokens) for module in modules]
     except Exception as error:  # whatever their code raises
         advice = f"fails with 65 tokens of width 192: {shorten(error, 200)}"

@@ -14,8 +14,8 @@ from vit.hardware import autocast
 from vit.model.attention import Attention
 from vit.model.attention_projections import check_scale, compare_with_torch, match_projections
 from vit.model.variants import FewerArguments
-from vit.model.watch import CLOSE, GRID, B, D, H, N, Row, Subject, Watch, judge
-from vit.model.whole_attention import WholeAttention, build_attention, has_heads, is_whole
+from vit.model.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
+from vit.model.whole_attention import WholeAttention, build_attention
 from vit.seeding import generator
 
 HIDDEN = 1e-6  # largest weight of a key that is hidden
@@ -23,9 +23,10 @@ HIDDEN = 1e-6  # largest weight of a key that is hidden
 
 def properties(attention: Attention) -> Iterator[Row]:
     """Check all properties, or those without which the others cannot be checked."""
-    heads = 1 if is_whole(attention) and not has_heads(attention) else H
     drop = 0.0 if isinstance(attention, FewerArguments) else 0.5
-    subject = build_attention(attention, D, heads, GRID, attn_drop=drop).eval()
+    subject = build_attention(
+        attention, D, trial_heads(attention), grid=GRID, attn_drop=drop
+    ).eval()
     tokens = torch.randn(B, N, D, generator=generator(0, "check"))
     yield (repeats := _repeats(subject, tokens))
     if repeats.result == "failed":

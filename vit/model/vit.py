@@ -115,9 +115,10 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList()
         for layer in range(depth):
             attn = build_attention(
-                attend, embed_dim, num_heads, self.patch_embed.grid_size, self.num_prefix_tokens,
-                head_dim=head_dim, attn_drop=attn_drop_rate, qkv_bias=qkv_bias, qk_norm=qk_norm,
-                proj_drop=proj_drop_rate, norm_eps=norm_eps, rel_pos=rel_pos,
+                attend, embed_dim, num_heads, head_dim=head_dim, attn_drop=attn_drop_rate,
+                qkv_bias=qkv_bias, qk_norm=qk_norm, proj_drop=proj_drop_rate, norm_eps=norm_eps,
+                rel_pos=rel_pos, grid=self.patch_embed.grid_size,
+                num_prefix_tokens=self.num_prefix_tokens,
             )  # fmt: skip
             # In the last block, a convolution matters only if the classifier reads patches.
             mixes = mlp_conv and (pooled or layer < depth - 1)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vit.model.attention import MultiHeadSelfAttention
-from vit.model.whole_attention import SOFTMAXES, WholeAttention
+from vit.model.attention import Attention, MultiHeadSelfAttention
+from vit.model.whole_attention import SOFTMAXES, WholeAttention, has_heads, is_whole
 
 B, N, D, H = 3, 10, 64, 2  # all different, so that no axis is taken for another
 GRID = 2, 5
@@ -39,6 +39,11 @@ class Row:
         number = f": {self.number}" if self.number else ""
         advice = f"\n    {self.advice}" if self.advice else ""
         return f"{MARKS[self.result]} {self.property}{number}{advice}"
+
+
+def trial_heads(attention: Attention) -> int:
+    """Return the number of heads with which an attention is tried: 1 if it has no heads."""
+    return 1 if is_whole(attention) and not has_heads(attention) else H
 
 
 def judge(what: str, is_wrong: bool, advice: str, number: str = "", is_choice: bool = False) -> Row:

@@ -61,23 +61,17 @@ def has_heads(attention: type) -> bool:
 
 
 def build_attention(
-    attention: Attention | None,
-    dim: int,
-    num_heads: int,
-    grid: Grid,
-    num_prefix_tokens: int = 0,
-    head_dim: int | None = None,
-    attn_drop: float = 0.0,
-    **options: Any,
+    attention: Attention | None, dim: int, num_heads: int, **options: Any
 ) -> "MultiHeadSelfAttention | WholeAttention":
-    """Build what stands in an encoder block; options are those of `MultiHeadSelfAttention`."""
-    arguments: dict[str, Any] = {"head_dim": head_dim, "attn_drop": attn_drop}
-    arguments |= {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
-    if is_whole(attention):
-        if (rel_pos := options.get("rel_pos", "none")) != "none":
-            raise ValueError(f"rel_pos: {rel_pos} must be none with a whole attention module")
-        return WholeAttention(attention, dim, num_heads, **arguments)
-    return MultiHeadSelfAttention(dim, num_heads, attention=attention, **arguments, **options)
+    """Build what stands in an encoder block.
+
+    Options are those of `MultiHeadSelfAttention`, of which a whole module takes some.
+    """
+    if not is_whole(attention):
+        return MultiHeadSelfAttention(dim, num_heads, attention=attention, **options)
+    if (rel_pos := options.get("rel_pos", "none")) != "none":
+        raise ValueError(f"rel_pos: {rel_pos} must be none with a whole attention module")
+    return WholeAttention(attention, dim, num_heads, **accepted_arguments(WholeAttention, options))
 
 
 class WholeAttention(nn.Module):
