@@ -37,7 +37,7 @@ demo: .venv/installed
 	$(BIN)/python train.py --config configs/shapes.yaml --out runs/demo --overwrite
 	$(BIN)/python eval.py runs/demo export html
 	@echo
-	@echo "Open runs/demo/export/live.html in a browser: point at a patch to see what it attends to, mute a head,"
+	@echo "Open runs/demo/export/live.html in a browser and start the tour: see what the model looks at, mute a head,"
 	@echo "hide a patch or drop a photo."
 	@if [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ]; then $(BIN)/python -m webbrowser runs/demo/export/live.html; fi
 

@@ -1,6 +1,7 @@
 """The Attention tab in a real TensorBoard and a real browser, compared with numpy."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import re
@@ -249,6 +250,24 @@ def test_both_panes_have_the_colours_of_one_scale(
     assert all(f"× uniform, {named} scale on both sides" in bar for bar in bars)
 
 
+@pytest.mark.parametrize(("run", "named"), [("even", "automatic"), ("sharp", "fixed")])
+def test_a_map_that_would_be_even_has_a_scale_of_its_own(
+    page: Page, address: str, logs: Path, run: str, named: str
+) -> None:
+    """Only where it is shown large: small maps remain comparable."""
+    frame = show(page, address, run=run, token="3, 3", layer=0, head=0)
+    values = attention(weights_of(logs / run, TAG, 0), 28, "to")[0, 0, 1:].reshape(8, 8)
+    expect(frame.locator(".scale .unit").first).to_contain_text(f"× uniform, {named} scale")
+    low, high = numbers(frame)["range"]
+    if run == "even":
+        assert (low + high) / 2 == pytest.approx((values.min() + values.max()) / 2, rel=1e-3)
+        assert high - low == pytest.approx(0.5)  # not narrower, though the values are
+    else:
+        assert (low, high) == (0, 3)
+    small = pixels_of_map(frame, 0, 0)
+    np.testing.assert_allclose(small, colours_of(values, "fixed", [values]), atol=6)
+
+
 @pytest.mark.parametrize("contrast", ["fixed", "auto"])
 def test_negative_weights_have_a_signed_scale(
     page: Page, address: str, logs: Path, contrast: str
@@ -275,7 +294,7 @@ def test_attention_by_offset_is_the_mean_over_images(page: Page, address: str, l
     expected = 31 * attention_by_offset([*stacked], (4, 7), 3).numpy()
     found = np.reshape(painted["heads"], expected.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-    assert painted["averaged"] == ["image_0", "image_1"]
+    assert sorted(painted["averaged"]) == ["image_0", "image_1"]
     right = np.zeros((7, 13), bool)
     right[3, 7] = True
     bright = pixels_of_map(frame, 1, 0).sum(axis=-1) > 600
@@ -293,6 +312,29 @@ def test_attention_by_offset_is_the_mean_over_images(page: Page, address: str, l
     expect(readout).to_contain_text("1 right at")
     page.keyboard.press("x")
     wait_until(frame, "direction", "to")
+
+
+def test_the_surest_right_image_is_first_and_then_the_surest_mistake(
+    page: Page, tmp_path: Path
+) -> None:
+    records = [make_record(seed) for seed in range(12)]
+    with event_file(tmp_path / "logs/run") as writer:
+        for number, record in enumerate(records):
+            details = dataclasses.replace(
+                record.details, label=record.details.top[1 - number % 2][0]
+            )
+            labelled = Record(details=details, weights=record.weights)
+            write_record(writer, f"image_{number:02d}", labelled, 0)
+    sure = sorted(range(12), key=lambda number: -records[number].details.top[0][1])
+    first = [next(number for number in sure if number % 2 == right) for right in (1, 0)]
+    with serve(tmp_path / "logs", tmp_path) as address:
+        page.goto(f"{address}/#attention")
+        frame = ready(page)
+        shown = wait_until(frame, "run", "run")
+        assert (shown["image"], shown["head"]) == (f"image_{first[0]:02d}", "rollout")
+        titles = frame.locator(".chooser button").evaluate_all("all => all.map((one) => one.title)")
+    expected = [*first, *(number for number in range(12) if number not in first)]
+    assert titles == [f"image_{number:02d}" for number in expected]
 
 
 def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) -> None:
@@ -338,7 +380,7 @@ def test_a_run_with_steps_is_shown_first_and_each_run_shows_an_image_that_it_has
     ):  # fmt: skip
         with event_file(tmp_path / "logs" / run) as writer:
             for step, tag in itertools.product(steps, tags):
-                write_record(writer, tag, make_record(sum(map(ord, tag))), step)
+                write_record(writer, tag, make_record(sum(map(ord, tag)), label=None), step)
     with serve(tmp_path / "logs", tmp_path) as address:
         page.goto(f"{address}/#attention")
         frame = ready(page)
@@ -361,7 +403,7 @@ def test_a_run_with_steps_is_shown_first_and_each_run_shows_an_image_that_it_has
 
 
 def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
-    frame = show(page, address, run="rectangle")
+    frame = show(page, address, run="rectangle", image="attention/probe_01")
     # Hostile names of the class and the file are text.
     expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")
     frame.locator("select").first.focus()
@@ -382,9 +424,12 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
         page.keyboard.press(key)
         painted = wait_until(frame, name, value)
         assert frame.locator("img:not([src^='data:image/png;base64,'])").count() == 0
-    frame.locator(".stack").first.press("ArrowUp")  # from the mean of the last layer
-    painted = wait_until(frame, "layer", 1)
-    frame.locator(".chooser button").first.press("Enter")
+    frame.locator(".stack").first.press("ArrowUp")  # from rollout up to the last layer
+    frame.locator(".stack").first.press("ArrowLeft")
+    frame.locator(".stack").first.press("ArrowLeft")
+    painted = wait_until(frame, "head", "mean")
+    assert painted["layer"] == 1
+    frame.locator(".chooser [aria-pressed=false]").press("Enter")
     painted = wait_until(frame, "image", "attention/probe_00")
     weights = weights_of(logs / "rectangle", "attention/probe_00", STEPS[-2])
     expected = attention(weights, 0, "from")[1].mean(axis=0)
@@ -427,7 +472,7 @@ def test_a_signed_map_has_a_unit_of_its_own(page: Page, address: str) -> None:
 def test_heads_are_sorted_by_a_statistic(page: Page, address: str) -> None:
     frame = show(page, address, run="muted", statistic="importance", order="lowest")
     expected = make_record(1, **RUNS["square"], muted=True).details.statistics
-    note = frame.locator(".heads .note").first
+    note = frame.locator(".heads .note").nth(2)
     expect(note).to_have_text("Below each map: layer/head, importance, from held-out images.")
     shown = numbers(frame)["statistics"]
     for name in ("entropy", "distance", "sink", "importance"):
@@ -866,6 +911,82 @@ def test_a_model_of_another_shape_than_the_image_is_refused_and_the_rest_shown(
     assert numbers(frame)["image"] == TAG and len(numbers(frame)["heads"]) == record.details.layers
 
 
+def said(frame: Frame, step: int) -> str:
+    """Wait for what a step of the tour says; return it without its title."""
+    text = frame.locator(".tour p")
+    expect(text).to_contain_text(re.compile(rf"^{step}/7 [^.]+\. \w"), timeout=WAIT)
+    return text.inner_text().partition(". ")[2]
+
+
+def figures(text: str) -> list[float]:
+    """Numbers in a text, percentages as fractions, without the places of patches."""
+    text = re.sub(r"\(\d, \d\)", "", text)
+    found = re.findall(r"(\d+(?:\.\d+)?)(%?)", text)
+    return [float(number) / (100 if unit else 1) for number, unit in found]
+
+
+def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
+    page: Page, address: str, logged: Logged
+) -> None:
+    """By keyboard, to the end and from a link; the figures are those of the image that is shown."""
+    classifier = logged.models[200]
+    mean = (255 * torch.tensor(classifier.preprocess.mean)).round().byte()
+    frame = show_live(page, address, patches="1:mean")  # which the tour takes back
+    frame.get_by_role("button", name="Tour").press("Enter")
+    for number in range(2):  # in English, then in German
+        pixels = logged.pixels[number]
+        logits, weights, _, read = asked(classifier, pixels)
+        best = float(logits.softmax(dim=-1).max())
+        rollout = (
+            GRID**2
+            * attention_rollout(list(weights.unbind(1)), readout="mean", num_prefix_tokens=0)[0]
+        )
+        here = int(rollout.argmax())
+        others = weights[0, :, :, here].clone()
+        others[..., here] = 0
+        shares = others.amax(dim=-1)
+        layer, head = divmod(int(shares.argmax()), shares.shape[1])
+        place = f"({here // GRID}, {here % GRID})"
+        expected: list[list[float]] = [
+            [GRID, GRID, best],
+            [layer, head, float(shares.max())],
+            [float(shares.min()), float(shares.max())],
+            [float(rollout.max() / rollout.mean())],
+            [0, float(read[0, 0, 0, 0]), len(shares) - 1, best],
+        ]
+        for step, wanted in enumerate(expected, 1):
+            text = said(frame, step)
+            assert figures(text) == pytest.approx(wanted, abs=0.011), text
+            assert (place in text) == (step in (2, 3, 4)) and len(text.split()) <= 40
+            page.keyboard.press("Enter")  # Next has the focus
+        text = said(frame, 6)
+        maps = attention_records(
+            classifier, ImageSet(pixels[None], logits.argmax(1), classifier.classes)
+        )
+        relevance = next(
+            one for _, [record] in maps for one in record.details.maps if one.kind == "lrp"
+        )
+        changed = pixels.clone()
+        for hidden in np.argsort(-np.array(relevance.values))[: GRID**2 // 4]:
+            patch(changed, hidden)[:] = mean[:, None, None]
+        after = float(asked(classifier, changed)[0].softmax(dim=-1)[0, logits.argmax()])
+        assert figures(text) == pytest.approx([GRID**2 // 4, best, after], abs=0.011), text
+        assert len(text.split()) <= 40
+        page.keyboard.press("Enter")
+        assert len(said(frame, 7).split()) <= 40
+        assert "change" not in numbers(frame)
+        if number == 0:
+            frame.get_by_role("button", name="Deutsch").click()
+            frame.get_by_role("button", name=classifier.classes[4]).click()
+            for _ in range(6):
+                frame.get_by_role("button", name="Zurück").click()
+    page.keyboard.press("Escape")
+    expect(frame.locator(".tour")).to_be_hidden()
+    expect(frame.get_by_role("button", name="Tour")).to_be_focused()
+    frame = show_live(page, address, tour=5, language="de")
+    assert "Schicht" in said(frame, 5) and numbers(frame)["view"] == "lens"
+
+
 def test_a_photo_is_prepared_as_predict_does(
     page: Page, address: str, logged: Logged, tmp_path: Path
 ) -> None:
@@ -885,7 +1006,7 @@ def test_a_photo_is_prepared_as_predict_does(
     np.testing.assert_allclose(list(named.values()), list(expected.values()), atol=HALF)
     assert shown["file"] == "photo.jpg"
     # Another image takes its place, and no undo brings it back.
-    frame.locator(".chooser button").nth(1).click()
+    frame.get_by_role("button", name=classifier.classes[4]).click()
     wait_until(frame, "label", 4)
     page.keyboard.press("u")
     assert numbers(frame)["label"] == 4

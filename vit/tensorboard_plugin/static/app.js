@@ -64,7 +64,7 @@ export class App {
       takeFocus();
     });
     new ResizeObserver(() => this.layout()).observe(this.main);
-    listen(this, this.toolbar.help);
+    listen(this, this.toolbar);
     takeFocus();
     listenForPhotos((file) => this.takePhoto(file));
     window.attentionTab = this;
@@ -109,7 +109,8 @@ export class App {
       step === lastOf(this.#lists.get(run), tag) ? (lastOf(list, tag) ?? step) : step;
     if (state.run === run) state.step = next(state.step, state.image);
     if (state.run2 === run) state.step2 = next(state.step2, this.secondImage());
-    this.#lists.set(run, list);
+    const before = this.#lists.get(run).images.map(({ tag }) => tag);
+    this.#lists.set(run, inOrder(list, before));
   }
 
   /** Change the state and show it. */
@@ -140,7 +141,7 @@ export class App {
             `There is no run ${run} with attention in this log directory; choose another one.`,
           );
         }
-        if (!this.#lists.has(run)) this.#lists.set(run, await fetchImages(run));
+        if (!this.#lists.has(run)) this.#lists.set(run, inOrder(await fetchImages(run)));
       } catch (error) {
         problems.set(run, error.message);
       }
@@ -170,6 +171,7 @@ export class App {
     if (state.view === "features") this.layout(); // each side shows the other one's image, too
     // On the scales of all that has been loaded.
     this.panes.forEach((pane) => pane.element.hidden || pane.paint());
+    this.toolbar.tour.render();
   }
 
   /** Return an image of a run: the one with a tag, else its first; empty if it has none. */
@@ -452,6 +454,21 @@ function nextPatch(record, name, down, right) {
 function nextSpecial(record, name) {
   const names = [MEAN, ...range(record.prefix.length)].map((token) => tokenName(token, record));
   return names[(names.indexOf(name) + 1) % names.length];
+}
+
+/**
+ * Return what the server lists of a run with its images in order: as before, or else the most
+ * confident right prediction first, then the most confident mistake.
+ */
+function inOrder(list, before = []) {
+  const last = (image) => image.steps.at(-1);
+  const best = (correct) =>
+    list.images
+      .filter((image) => last(image).correct === correct)
+      .sort((a, b) => last(b).probability - last(a).probability)[0];
+  const first = before.length ? before : [best(true), best(false)].map((one) => one?.tag);
+  const rank = ({ tag }) => (first.includes(tag) ? first.indexOf(tag) : first.length);
+  return { ...list, images: list.images.toSorted((a, b) => rank(a) - rank(b)) };
 }
 
 /** Return the newest run, of those with several steps if there are some. */

@@ -51,7 +51,7 @@ export function numbersOf(record, { state, token, attention, similar }, shown) {
     layer: state.layer,
     head: state.head,
     unit: shown.scale.unit.long,
-    contrast: state.contrast,
+    contrast: shown.scale.contrast,
     range: [shown.scale.low, shown.scale.high],
     values: plain(shown.values),
     ...ofView(record, state, attention, similar),

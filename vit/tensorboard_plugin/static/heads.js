@@ -127,12 +127,13 @@ export class HeadsView {
       statistics[statistic] === null
         ? MISSING[statistic === "importance" || !this.record.change ? statistic : "change"]
         : `Below each map: ${inOrder ? "" : "layer/head, "}${what}.`;
-    write(this.notes[0], below);
-    write(this.notes[1], means.length ? `Mean over all heads: ${means.join(", ")}.` : "");
-    write(this.notes[2], "Click a map to lay it over the picture; with Shift, to mute it.");
+    const rows = inOrder ? "Each row is a layer, each map a head" : "Each map is a head";
     const images = describeImages(state);
     const mean = `Each map: attention by offset from the query (centre), mean of ${images}.`;
-    write(this.notes[3], this.byOffset ? mean : "");
+    write(this.notes[0], this.byOffset ? mean : `${rows}: it attends more to what is bright.`);
+    write(this.notes[1], "Click a map to lay it over the picture; with Shift, to mute it.");
+    write(this.notes[2], below);
+    write(this.notes[3], means.length ? `Mean over all heads: ${means.join(", ")}.` : "");
   }
 
   /** Paint every map. `attention` is what `Weights.of` or `byOffset` returns. */

@@ -6,7 +6,7 @@ import { DIRECTIONS, VIEWS } from "./state.js";
 const KEYS = [
   ["← ↑ → ↓", "move the patch; in a list or a grid, choose there"],
   ["T", "class token, registers, mean of patches"],
-  ["Esc", "release the patch"],
+  ["Esc", "release the patch; end the tour"],
   ["X", Object.values(DIRECTIONS).join(" → ")],
   ["[ ]", "previous and next step"],
   ["M L O", "mute the chosen head, its layer, all others of the layer"],
@@ -31,14 +31,14 @@ export function helpDialog() {
 const nextOf = (list, one) => list[(list.indexOf(one) + 1) % list.length];
 
 /** Let keys control the tab. */
-export function listen(app, help) {
+export function listen(app, { help, tour }) {
   const actions = {
     ArrowLeft: () => app.movePatch(0, -1),
     ArrowRight: () => app.movePatch(0, 1),
     ArrowUp: () => app.movePatch(-1, 0),
     ArrowDown: () => app.movePatch(1, 0),
     t: () => app.nextToken(),
-    Escape: () => app.set({ token: "" }),
+    Escape: () => (tour.element.hidden ? app.set({ token: "" }) : tour.go(null)),
     x: () => app.set({ direction: nextOf(Object.keys(DIRECTIONS), app.state.direction) }),
     "[": () => app.moveStep(-1),
     "]": () => app.moveStep(1),

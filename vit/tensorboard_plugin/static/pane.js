@@ -346,12 +346,19 @@ export class Pane {
     const prefix = record.prefix.length;
     const patchOf = (one) => (one !== null && one >= prefix ? one - prefix : null);
     const shown = show(record, scene);
-    this.picture.paint(record, state.heat === "yes" ? shown.colourOf : null, {
-      patch: patchOf(token),
-      pinned: scene.pinned,
-      pointer: patchOf(pointer),
-      changed: this.isLive ? changedPatches(state.patches, record) : new Map(),
-    });
+    // What is dark on a sequential scale is transparent, so that the picture keeps its colours.
+    const base = state.view === "heads" && !shown.scale.signed ? record.colour : record.grey;
+    const colourOf = state.heat === "yes" ? shown.colourOf : null;
+    this.picture.paint(
+      record,
+      { colourOf, base },
+      {
+        patch: patchOf(token),
+        pinned: scene.pinned,
+        pointer: patchOf(pointer),
+        changed: this.isLive ? changedPatches(state.patches, record) : new Map(),
+      },
+    );
     const view = this.views[state.view];
     view.chosen = { layer: state.layer, head: state.head };
     if (state.view === "heads" && scene.attention) view.paint(scene.attention, token, scales);

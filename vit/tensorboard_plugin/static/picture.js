@@ -78,10 +78,10 @@ export class Picture {
   }
 
   /** Paint colours, if any, and outline the patches that are pointed at or changed. */
-  paint(record, colourOf, { patch, pinned, pointer, changed }) {
+  paint(record, { colourOf, base }, { patch, pinned, pointer, changed }) {
     this.record = record;
     const { context, size } = this;
-    drawOverlay(context, record, size, colourOf);
+    drawOverlay(context, record, size, colourOf, base);
     this.#drawGrid();
     for (const [one, fill] of changed)
       this.#markChanged(patchBox(record, size, one), fill === "out");

@@ -74,11 +74,11 @@ export function fitPicture(record, boxWidth, boxHeight) {
   };
 }
 
-/** Draw a picture and lay a colour over each patch, if there are any. */
-export function drawOverlay(context, record, size, colourOf) {
+/** Draw a picture and lay a colour over each patch, if there are any: by default over grey. */
+export function drawOverlay(context, record, size, colourOf, base = record.grey) {
   context.imageSmoothingEnabled = size.width < record.grey.width;
   context.imageSmoothingQuality = "high";
-  context.drawImage(colourOf ? record.grey : record.colour, 0, 0, size.width, size.height);
+  context.drawImage(colourOf ? base : record.colour, 0, 0, size.width, size.height);
   if (!colourOf) return;
   for (let patch = 0; patch < record.rows * record.columns; patch++) {
     context.fillStyle = colourOf(patch);

@@ -6,10 +6,14 @@ import { CONTRASTS } from "./state.js";
 
 const FIXED = 3; // end of a fixed scale, in its unit
 const NARROWEST = 0.02; // range, as a fraction of its end: weights are stored in 255 steps
+// Ranges, in their unit, that a fixed scale would show in almost one colour, and the narrowest that an
+// automatic one is given then: uniform attention shall look uniform.
+const [EVEN, EVENEST] = [1.5, 0.5];
 
 const UNIFORM = { short: "× uniform", long: "uniform attention" };
 const UNITS = {
   weights: UNIFORM,
+  large: UNIFORM, // the head that is shown large
   maps: UNIFORM,
   signedMaps: { short: "× mean", long: "mean of absolute values" },
   similarity: { short: "cosine", long: "cosine", end: 1 },
@@ -17,7 +21,7 @@ const UNITS = {
 
 class Scale {
   /** Make a scale for a kind of value, with 0 in the middle if it is signed. */
-  constructor(kind, contrast, signed, low, high) {
+  constructor(kind, signed, contrast, low, high) {
     Object.assign(this, { kind, contrast, signed, low, high });
     this.key = [kind, contrast, signed, low, high].join(); // the same for the same colours
     this.unit = UNITS[kind];
@@ -83,14 +87,19 @@ class Scale {
   }
 }
 
-/** Return the ends of a scale for values from `smallest` to `largest`. */
-function endsFor(contrast, signed, { smallest, largest }, fixed = FIXED) {
-  if (contrast === "fixed") return [signed ? -fixed : 0, fixed];
+/** Return the contrast that values are shown with, and the ends of their scale. */
+function endsFor(contrast, kind, signed, { smallest, largest }) {
+  const isEven = kind === "large" && !signed && largest - smallest < EVEN;
+  if (contrast === "fixed" || (contrast === "even" && !isEven)) {
+    const fixed = UNITS[kind].end ?? FIXED;
+    return ["fixed", signed ? -fixed : 0, fixed];
+  }
   const farthest = signed ? Math.max(largest, -smallest) : largest;
   const end = farthest > 1e-9 ? farthest : 1; // 1 if all are 0
-  if (signed) return [-end, end];
-  const spare = Math.max(0, NARROWEST * end - (end - smallest)) / 2;
-  return [smallest - spare, end + spare];
+  if (signed) return ["auto", -end, end];
+  const narrowest = contrast === "even" ? EVENEST : NARROWEST * end;
+  const spare = Math.max(0, narrowest - (end - smallest)) / 2;
+  return ["auto", smallest - spare, end + spare];
 }
 
 /** Return a scale for each kind of value; `shown` has {kind, signed, smallest, largest} of all. */
@@ -100,9 +109,8 @@ export function scalesOf(contrast, shown) {
     const signed = kind === "signedMaps" || own.some((one) => one.signed);
     const smallest = Math.min(...own.map((one) => one.smallest));
     const largest = Math.max(...own.map((one) => one.largest));
-    const used = own.length ? contrast : "fixed";
-    const ends = endsFor(used, signed, { smallest, largest }, UNITS[kind].end);
-    return new Scale(kind, used, signed, ...ends);
+    const ends = endsFor(own.length ? contrast : "fixed", kind, signed, { smallest, largest });
+    return new Scale(kind, signed, ...ends);
   };
   return Object.fromEntries(Object.keys(UNITS).map((kind) => [kind, scaleOf(kind)]));
 }

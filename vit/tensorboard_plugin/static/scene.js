@@ -18,7 +18,7 @@ export function show(record, scene) {
 }
 
 /** Return what has to be on a scale, see `scalesOf`. */
-export function onScale(record, { state, attention, similar }) {
+export function onScale(record, { state, attention, similar, values }) {
   const cosines = similar.flat().filter(Boolean);
   if (state.view === "features")
     return cosines.map((found) => ({ kind: "similarity", ...endsOf(found) }));
@@ -31,7 +31,9 @@ export function onScale(record, { state, attention, similar }) {
   // Rollout is on the scale of the heads from which it follows: its residual connections would
   // dwarf them.
   const { signed } = record.weights;
-  return attention.heads.flat().map((head) => ({ kind: "weights", signed, ...endsOf(head) }));
+  const ofHeads = attention.heads.flat().map((head) => ({ kind: "weights", ...endsOf(head) }));
+  const large = state.direction === "offset" ? values : values.slice(record.prefix.length);
+  return [...ofHeads, { kind: "large", ...endsOf(large) }].map((one) => ({ ...one, signed }));
 }
 
 /** Return a map of `Weights.of`, (N,). */
@@ -71,8 +73,12 @@ function describeValue(record, values, token, other) {
   return `strongest: ${describe(best, record)} at ${digits(values[best])} ×${own || " uniform"}`;
 }
 
+function scaleOfLarge({ contrast }, scales) {
+  return contrast === "even" ? scales.large : scales.weights;
+}
+
 function showHead(record, { state, token, pointer, probe, attention, values, scales }) {
-  const scale = scales.weights;
+  const scale = scaleOfLarge(state, scales);
   if (!values) return nothing(["No attention weights of this image"], scale);
   const prefix = record.prefix.length;
   const { layer, head } = probe ?? state; // the small map under the pointer, or that shown large
@@ -103,7 +109,7 @@ export function describeImages({ averaged }) {
 
 /** Show attention by offset, as if the patch in question were the query. */
 function showOffsets(record, { state, token, pointer, probe, attention, values, scales }) {
-  const scale = scales.weights;
+  const scale = scaleOfLarge(state, scales);
   const prefix = record.prefix.length;
   const placeFrom = (patch) => placeOf(token - prefix, patch, record);
   const { layer, head } = probe ?? state;

@@ -16,7 +16,7 @@ export const STATISTICS = {
   importance: "importance",
 };
 export const ORDERS = { layer: "by layer", lowest: "lowest first", highest: "highest first" };
-export const CONTRASTS = { fixed: "fixed", auto: "automatic" };
+export const CONTRASTS = { even: "fixed unless even", fixed: "fixed", auto: "automatic" };
 export const FUSED = ["mean", "max", "rollout"]; // instead of a head
 
 const oneOf = (options) => (text) => (text in options ? text : undefined);
@@ -36,7 +36,7 @@ const PARAMETERS = {
   token: ["", anyText], // the pinned one, see `tokenName`; empty: none
   direction: ["to", oneOf(DIRECTIONS)],
   layer: [null, count], // null: the last
-  head: ["mean", headOrFused],
+  head: ["rollout", headOrFused],
   view: ["heads", oneOf(VIEWS)],
   statistic: ["entropy", oneOf(STATISTICS)],
   order: ["layer", oneOf(ORDERS)],
@@ -44,10 +44,12 @@ const PARAMETERS = {
   target: [null, count], // class that the maps explain; null: the first
   feature: ["components", oneOf(FEATURES)], // what the large picture shows of features
   second: ["", anyText], // lends its patches and features; empty: the next in the list
-  contrast: ["fixed", oneOf(CONTRASTS)],
+  contrast: ["even", oneOf(CONTRASTS)],
   heat: ["yes", oneOf({ yes: 1, no: 1 })],
   mute: ["", readHeads],
   patches: ["", readPatches],
+  tour: [null, count], // its step, from 1
+  language: ["", anyText], // of the tour; empty: the browser's
 };
 
 /** Return the state that parameters in the address describe, with defaults for all others. */

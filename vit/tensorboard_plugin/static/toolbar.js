@@ -5,6 +5,7 @@ import { button, make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
 import { CONTRASTS, DIRECTIONS, ORDERS, STATISTICS, VIEWS } from "./state.js";
+import { Tour } from "./tour.js";
 import { WhatIf } from "./what_if.js";
 
 const EXPLAINED = [
@@ -14,8 +15,11 @@ const EXPLAINED = [
   "importance: fall of the true class's probability when the head is muted, on held-out images",
 ].join("\n");
 const LISTED = "Runs with recorded attention. python eval.py RUN maps adds that of a finished one.";
-const CONTRAST =
-  "fixed: 0 to 3, or −3 to 3 if signed; automatic: all values that are shown, on both sides";
+const CONTRAST = [
+  "fixed: 0 to 3, or −3 to 3 if signed",
+  "automatic: all values that are shown, on both sides",
+  "fixed unless even: automatic for the large map where fixed would show one even colour",
+].join("\n");
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
 
 // Menus of a part of the state: its options, the name of the menu, and what explains it.
@@ -61,7 +65,8 @@ export class Toolbar {
     this.contrast = make("label", {}, "contrast ", this.menus.contrast);
     this.heat = this.#checkbox("heat");
     this.whatIf = new WhatIf(app);
-    const lines = [this.#firstLine(), this.#secondLine(), this.whatIf.element];
+    this.tour = new Tour(app);
+    const lines = [this.#firstLine(), this.#secondLine(), this.whatIf.element, this.tour.element];
     this.element = make("header", "toolbar", ...lines, this.help);
   }
 
@@ -80,6 +85,7 @@ export class Toolbar {
       this.comparing,
       make("span", "space"),
       this.said,
+      this.tour.open,
       button("JSON", () => this.say(saveNumbers(app)), {
         title: "Save the numbers that are shown",
       }),

@@ -1,0 +1,49 @@
+// What the tour says in German, see tour_en.js.
+
+export const language = "de";
+export const name = "Deutsch";
+export const start = "Los";
+export const back = "Zurück";
+export const next = "Weiter";
+export const close = "Tour beenden";
+export const offer = "Neu hier? Sieben Schritte zeigen, wie dieses Modell ein Bild ansieht.";
+export const missing = (why) => `Für diesen Schritt fehlt hier etwas. ${why}`;
+export const noLens = "Vorhersagen der einzelnen Schichten wurden nicht aufgezeichnet.";
+
+export const steps = [
+  [
+    "Patches",
+    ({ rows, columns, best, probability }) =>
+      `Das Modell zerlegt das Bild in ${rows} × ${columns} Ausschnitte (Patches) und macht aus jedem ein Token, eine Liste von Zahlen. Daraus wird die Antwort: ${best}, ${probability}. Was geschieht dazwischen?`,
+  ],
+  [
+    "Ein Patch sieht sich um",
+    ({ patch, layer, head, share, other }) =>
+      `Durch Attention sammelt jedes Token bei den anderen. In Schicht ${layer}, Head ${head} nimmt Patch (${patch}), umrandet, ${share} allein von Patch (${other}). Hell heißt mehr. Ein Klick auf andere Patches zeigt, wohin sie sehen.`,
+  ],
+  [
+    "Heads sind verschieden",
+    ({ patch, most, least }) =>
+      `Jede Karte ist ein Head für Patch (${patch}). Nach Entropie sehen die ersten wenige Patches an, die letzten alle. Von einem einzigen anderen nehmen Heads zwischen ${least} und ${most}. Ein Klick zeigt eine Karte groß.`,
+  ],
+  [
+    "Schicht um Schicht",
+    ({ patch, value }) =>
+      `Jede Schicht sammelt, was die vorigen gesammelt haben. Rollout multipliziert ihre Attention: Die Antwort stammt am meisten von Patch (${patch}), ${value}-mal so viel wie im Durchschnitt aller Patches.`,
+  ],
+  [
+    "Die Entscheidung entsteht",
+    ({ early, earlyProbability, last, best, probability }) =>
+      `Nach Schicht 0 bedeuten die Tokens ${early}, ${earlyProbability}; nach Schicht ${last} ${best}, ${probability}. Jede farbige Karte zeigt, als welche Klasse die Patches gelesen werden.`,
+  ],
+  [
+    "Verdecken, was zählt",
+    ({ count, map, best, before, after, now }) =>
+      `Die ${count} wichtigsten Patches (${map}) sind nun verdeckt, und das Modell hat in Ihrem Browser neu geantwortet. ${best}: vorher ${before}, jetzt ${after}. Es sagt ${now}. „Undo“ bringt die Patches zurück.`,
+  ],
+  [
+    "Jetzt Sie",
+    () =>
+      `Ziehen Sie ein Foto hierher oder wählen Sie es mit „Photo …“; es bleibt in dieser Seite. M schaltet einen angeklickten Head stumm, ein Pinsel (brush) verdeckt Patches. Was braucht das Modell?`,
+  ],
+];
