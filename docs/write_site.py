@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where pages are on the site; the others lie in docs/ and keep their names.
-ELSEWHERE = {"README.md": "index.md", "docs/tour.ipynb": "tour.md"}
+ELSEWHERE = {"README.md": "index.md", "docs/README.md": "start.md", "docs/tour.ipynb": "tour.md"}
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 LIVE_PAGE = "live.html"  # eval.py cifar10 export html
 
