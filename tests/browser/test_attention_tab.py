@@ -960,16 +960,18 @@ def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
             assert (place in text) == (step in (2, 3, 4)) and len(text.split()) <= 40
             page.keyboard.press("Enter")  # Next has the focus
         text = said(frame, 6)
-        maps = attention_records(
-            classifier, ImageSet(pixels[None], logits.argmax(1), classifier.classes)
-        )
-        relevance = next(
-            one for _, [record] in maps for one in record.details.maps if one.kind == "lrp"
-        )
+        predicted = logits.argmax(dim=1)
+        probe = ImageSet(pixels[None], predicted, classifier.classes)
+        maps = [
+            one
+            for _, [record] in attention_records(classifier, probe)
+            for one in record.details.maps
+        ]
+        [relevance] = [one for one in maps if (one.kind, one.target) == ("lrp", int(predicted))]
         changed = pixels.clone()
         for hidden in np.argsort(-np.array(relevance.values))[: GRID**2 // 4]:
             patch(changed, hidden)[:] = mean[:, None, None]
-        after = float(asked(classifier, changed)[0].softmax(dim=-1)[0, logits.argmax()])
+        after = float(asked(classifier, changed)[0].softmax(dim=-1)[0, predicted])
         assert figures(text) == pytest.approx([GRID**2 // 4, best, after], abs=0.011), text
         assert len(text.split()) <= 40
         page.keyboard.press("Enter")
