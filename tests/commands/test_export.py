@@ -57,6 +57,10 @@ MODELS: dict[str, dict[str, Any]] = {  # that timm has too
         "rel_pos": "bias", "pos_embed": "none", "qk_norm": True, "qkv_bias": False, "fc_norm": True,
         "init_values": 0.1,
     },
+    "bias, positions": {"rel_pos": "bias", "class_token": True, "global_pool": "avg"},
+    "bias, positions, layer scale": {
+        "rel_pos": "bias", "class_token": True, "init_values": 0.1, "qkv_bias": False,
+    },
     "rope": {"rel_pos": "rope", "pos_embed": "none", "mlp_ratio": 2.7},
     "rope, positions": {
         "rel_pos": "rope", "reg_tokens": 2, "no_embed_class": True, "global_pool": "avg",
@@ -134,7 +138,10 @@ def test_transform_that_timm_makes_is_ours(tmp_path):
         ({"stem": "conv", "mlp_conv": True}, "no model.stem=conv and no model.mlp_conv=True; "),
         ({"head_dim": 4}, "it differs from timm's in blocks.0.attn.proj.weight, "),
         ({"rel_pos": "relative"}, "timm has no model.rel_pos=relative; export to onnx or torch"),
-        ({"rel_pos": "bias"}, "it differs from timm's in pos_embed; "),
+        (
+            {"rel_pos": "bias", "class_token": False, "global_pool": "avg"},
+            "cls_token, pos_embed; ",
+        ),
         (
             {"rel_pos": "bias", "pos_embed": "none", "reg_tokens": 1},
             "it differs from timm's in reg_token; ",

@@ -113,6 +113,12 @@ RELPOS: list[tuple[str, dict[str, Any], str]] = [
     ("vit_relpos_base_patch16_cls_224", {"rel_pos_type": "mlp-swin"}, "bias"),
     ("vit_srelpos_small_patch16_224", {"rel_pos_type": "bias", "qk_norm": True}, "bias"),
     ("vit_srelpos_small_patch16_224", {"class_token": True, "global_pool": "token"}, "bias"),
+    ("beit_base_patch16_224", {"use_abs_pos_emb": True}, "bias"),
+    (
+        "beitv2_base_patch16_224",
+        {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
+        "bias",
+    ),
     ("vit_small_patch16_rope_224", {}, "rope"),
     ("vit_base_patch16_rope_ape_224", {"num_reg_tokens": 2, "global_pool": "avg"}, "rope"),
 ]

@@ -7,10 +7,12 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vit.model.config import ModelConfig
@@ -33,7 +35,35 @@ OF_TIMMS_VIT = (
 LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
 NOT_IN_TIMM = {"stem": "linear", "stem_width": None, "mlp_conv": False, "attention": "dot"}
 # The table of `BiasPositions` in a block, by its number; timm's `RelPosBias` has the same.
-BIAS_TABLE = "blocks.{}.attn.rel_pos.relative_position_bias_table"
+TABLE, BEITS_TABLE = (
+    ".attn.rel_pos.relative_position_bias_table",
+    ".attn.relative_position_bias_table",
+)
+BIAS_TABLE = f"blocks.{{}}{TABLE}"
+
+
+def by_our_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename what timm's Eva and Beit call otherwise than its other Vision Transformers."""
+    ours = {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", key): w for key, w in weights.items()}
+    ours = {key.replace(BEITS_TABLE, TABLE): weight for key, weight in ours.items()}
+    for attn in [key.removesuffix("v_bias") for key in ours if key.endswith(".attn.v_bias")]:
+        value = ours.pop(f"{attn}v_bias")
+        query = ours.pop(f"{attn}q_bias", torch.zeros_like(value))
+        ours[f"{attn}qkv.bias"] = torch.cat([query, torch.zeros_like(query), value])
+    return ours
+
+
+def by_beits_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename weights as in timm's Beit, the inverse of `by_our_names`.
+
+    It has no bias of keys, which would add the same to all scores of a query.
+    """
+    theirs = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", key): w for key, w in weights.items()}
+    theirs = {key.replace(TABLE, BEITS_TABLE): weight for key, weight in theirs.items()}
+    for attn in [key.removesuffix("qkv.bias") for key in theirs if key.endswith(".qkv.bias")]:
+        query, _, value = theirs.pop(f"{attn}qkv.bias").chunk(3)
+        theirs |= {f"{attn}q_bias": query.clone(), f"{attn}v_bias": value.clone()}
+    return theirs
 
 
 def settings_of_config(model: ModelConfig) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from vit.model.positions import TEMPERATURE, BiasPositions
 from vit.model.timm_model import FROM_DATA, REFUSED
 from vit.model_file import bundled_models, is_own_file, load_saved
 from vit.pretrained.adapt import Pretrained, fit
-from vit.pretrained.architecture import BIAS_TABLE, adopt, settings_of_config, settings_of_weights
+from vit.pretrained.architecture import (
+    BIAS_TABLE,
+    adopt,
+    by_our_names,
+    settings_of_config,
+    settings_of_weights,
+)
 from vit.pretrained.transformers import read_transformers, transformers_folder
 from vit.run.folder import MODEL_FILE
 from vit.settings import suggest
@@ -31,7 +37,7 @@ KNOWN_MODULES = {
     "VisionTransformer", "PatchEmbed", "Conv2d", "Block", "Attention", "Mlp", "Linear", "LayerNorm",
     "LayerScale", "Dropout", "PatchDropout", "DropPath", "Identity", "Sequential", "ModuleList",
     "VisionTransformerRelPos", "RelPosBlock", "RelPosAttention", "Eva", "EvaBlock", "AttentionRope",
-    "RotaryEmbeddingCat", *ACTIVATIONS,
+    "RotaryEmbeddingCat", "Beit", *ACTIVATIONS,
 }  # fmt: skip
 # Settings with which timm's RotaryEmbeddingCat is our `RotaryPositions`.
 ROPE = {
@@ -204,17 +210,14 @@ def weights_of_timm(vit: Any) -> dict[str, Tensor]:
     weights = by_our_names(state)
     for layer, block in enumerate(vit.blocks):
         computed = getattr(vit, "shared_rel_pos", None) or getattr(block.attn, "rel_pos", None)
-        if computed is not None:
-            bias = computed.eval().get_bias()[0]  # (H, N, N); there may be dropout in it
+        shared = getattr(vit, "rel_pos_bias", None)  # of Beit
+        if computed is not None or shared is not None:
+            # (H, N, N); there may be dropout in it
+            bias = computed.eval().get_bias()[0] if shared is None else shared()
             grid, prefix = vit.patch_embed.grid_size, vit.num_prefix_tokens
             positions = BiasPositions(len(bias), 0, grid, prefix).to(bias)
             weights[BIAS_TABLE.format(layer)] = positions.tabulate(bias)
     return weights
-
-
-def by_our_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the layer scales of timm's Eva as in its other Vision Transformers."""
-    return {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", key): w for key, w in weights.items()}
 
 
 def _from_file(name: str, model: ModelConfig) -> Pretrained:

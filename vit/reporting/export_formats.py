@@ -29,18 +29,21 @@ from vit.files import write_atomically, write_json
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import NORM_EPS, classifier_layers, complete_arguments
 from vit.model.variants import is_edited
+from vit.pretrained.architecture import by_beits_names
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
-# timm's Vision Transformers, by `model.rel_pos` and the epsilon of their layer norms, which is no
-# argument. All arguments are replaced by those of the model.
+# timm's models, by class and the epsilon of their layer norms, which is no argument. All arguments
+# are replaced by those of the model.
 TIMM_ARCHITECTURES = {
-    "none": {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"},
-    "bias": {1e-6: "vit_relpos_small_patch16_224"},
-    "rope": {1e-6: "vit_small_patch16_rope_224"},
+    "VisionTransformer": {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"},
+    "VisionTransformerRelPos": {1e-6: "vit_relpos_small_patch16_224"},
+    "Beit": {1e-6: "beit_base_patch16_224"},
+    "Eva": {1e-6: "vit_small_patch16_rope_224"},
 }
 # Settings of which timm's Vision Transformers have some values only.
 IN_TIMM: dict[str, set[Any]] = {
-    "stem": {"linear"}, "mlp_conv": {False}, "attention": {"dot"}, "rel_pos": {*TIMM_ARCHITECTURES}
+    "stem": {"linear"}, "mlp_conv": {False}, "attention": {"dot"},
+    "rel_pos": {"none", "bias", "rope"},
 }  # fmt: skip
 CROP_MODES = {"crop": "center", "pad": "border", "squash": "squash"}  # timm's words for `fit`
 TRACED_BATCH = 2  # torch.export takes a batch of 1 for a constant
@@ -78,8 +81,10 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
             "export: timm is not possible, because vit/model/attention.py was edited and timm has "
             "its own attention; export to onnx or torch"
         )
-    from timm.models import Eva, VisionTransformer, VisionTransformerRelPos
+    import timm
 
+    bias = "VisionTransformerRelPos" if config.pos_embed == "none" else "Beit"
+    name = {"bias": bias, "rope": "Eva"}.get(config.rel_pos, "VisionTransformer")
     # The fields of the config have the names of timm's VisionTransformer; `values` adds those of
     # the other classes.
     fc_norm = config.global_pool == "avg" if config.fc_norm is None else config.fc_norm
@@ -93,15 +98,15 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
         "fc_norm": fc_norm,
         "use_fc_norm": fc_norm,
         "rel_pos_type": "bias",
+        "use_rel_pos_bias": True,
         "act_layer": config.act_layer if config.rel_pos == "none" else None,
     }
-    timms = {"bias": VisionTransformerRelPos, "rope": Eva}.get(config.rel_pos, VisionTransformer)
-    accepted = inspect.signature(timms).parameters
+    accepted = inspect.signature(getattr(timm.models, name)).parameters
     # Dropout is a matter of training. timm takes None for the architecture's value or for none,
     # depending on who passes it.
     arguments = {k: v for k, v in values.items() if k in accepted and not k.endswith("_rate")}
     arguments = {k: v for k, v in arguments.items() if v is not None}
-    architectures = TIMM_ARCHITECTURES[config.rel_pos]
+    architectures = TIMM_ARCHITECTURES[name]
     return architectures.get(config.norm_eps, architectures[1e-6]), arguments
 
 
@@ -115,6 +120,8 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
     weights, theirs = _portable(classifier).state_dict(), twin.state_dict()
     if config.rel_pos == "rope":  # layer scales have other names in timm's Eva
         weights = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", k): v for k, v in weights.items()}
+    if architecture in TIMM_ARCHITECTURES["Beit"].values():
+        weights = by_beits_names(weights)
     # timm's models with positions in attention always have layer scales: 1 where ours has none.
     scales = {k: torch.ones_like(v) for k, v in theirs.items() if re.search(r"\.gamma(_\d)?$", k)}
     weights = scales | weights
