@@ -42,6 +42,7 @@ demo: .venv/installed
 	@if [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ]; then $(BIN)/python -m webbrowser runs/demo/export/live.html; fi
 
 tensorboard: .venv/installed
+	@echo "The Attention tab: http://localhost:6006/#attention"
 	$(BIN)/tensorboard --logdir runs --samples_per_plugin images=1000
 
 check: lint

@@ -44,7 +44,7 @@ from attention_tab import (
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.rollout import attention_rollout
-from vit.explain.statistics import attention_by_offset
+from vit.explain.statistics import attention_by_offset, attention_entropy
 from vit.pretrained.load import load as load_model
 from vit.reporting.add_attention import add_attention
 from vit.reporting.attention_records import add_summary, attention_records
@@ -748,9 +748,12 @@ def test_muted_heads_by_keyboard(page: Page, address: str, logged: Logged) -> No
     expect(frame.locator(".change").first).to_contain_text("layer 2 without its attention")
     page.keyboard.press("u")
     answered(frame, mute="2.0,2.2")
-    expect(frame.get_by_text("After a change, statistics are not")).to_be_visible()
     _, weights, *lens = asked(logged.models[200], logged.pixels[0], mute=[(2, 0), (2, 2)])
     layers = list(weights.unbind(1))
+    entropy = numbers(frame)["statistics"]["entropy"]
+    np.testing.assert_allclose(entropy, attention_entropy(layers), atol=0.01)
+    frame.evaluate("() => window.attentionTab.set({ statistic: 'sink' })")
+    expect(frame.get_by_text("After a change, only entropy is")).to_be_visible()
     page.keyboard.press("3")
     shown = wait_until(frame, "view", "lens")
     np.testing.assert_allclose(shown["lens"]["probabilities"], lens[1][:, 0], atol=5e-3)

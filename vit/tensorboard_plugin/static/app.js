@@ -159,7 +159,7 @@ export class App {
     if (second) state.step2 = second.at?.step ?? state.step2;
     this.main.classList.toggle("two", Boolean(second));
     this.panes[1].element.hidden = !second;
-    this.chooser.render(images, state);
+    this.chooser.render(images, this.photo ? { ...state, image: null } : state);
     const shown = Promise.all([this.panes[0].show(first), second && this.panes[1].show(second)]);
     this.toolbar.render(images);
     this.#remember();
@@ -170,7 +170,7 @@ export class App {
     this.notice.hidden = !(second && one && other && one !== other);
     if (state.view === "features") this.layout(); // each side shows the other one's image, too
     // On the scales of all that has been loaded.
-    this.panes.forEach((pane) => pane.element.hidden || pane.paint());
+    this.paint();
     this.toolbar.tour.render();
   }
 

@@ -111,9 +111,25 @@ function recordOf(record, pixels, hide, muted, after, photo) {
       top: order.slice(0, TOP).map((index) => [index, after.probabilities[index]]),
       lens: after.lens,
       maps: rolloutOf(record, weights),
-      statistics: { ...details.statistics, entropy: null, distance: null, sink: null },
+      statistics: {
+        ...details.statistics,
+        entropy: entropiesOf(values, shape, removed.size),
+        distance: null,
+        sink: null,
+      },
     },
   };
+}
+
+/** Return the entropy of each head's attention, L times (H,), as in vit/explain/statistics.py. */
+function entropiesOf(weights, { layers, heads, tokens }, removed) {
+  const largest = Math.log(tokens - removed) || 1;
+  const entropyOf = (matrix) => {
+    const all = weights.subarray(matrix * tokens ** 2, (matrix + 1) * tokens ** 2);
+    const sum = all.reduce((sum, weight) => sum - (weight > 0 ? weight * Math.log(weight) : 0), 0);
+    return sum / (tokens - removed) / largest;
+  };
+  return range(layers).map((layer) => range(heads).map((head) => entropyOf(layer * heads + head)));
 }
 
 /** Return weights with the rows of removed tokens, which mean nothing, at 0. */

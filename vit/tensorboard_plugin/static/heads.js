@@ -18,7 +18,7 @@ const STRIP_GAP = 2; // between the prefix tokens and the patches
 const FUSED_GAP = 12; // before mean, max and rollout
 const MISSING = {
   importance: "Importance was not measured at this step: training measures it at the last one.",
-  change: "After a change, statistics are not computed again.",
+  change: "After a change, only entropy is computed again.",
   distance: "This model's patches have no distance.",
 };
 

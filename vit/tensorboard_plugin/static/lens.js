@@ -21,7 +21,7 @@ export function lensOverlay(record, colours, layer) {
   return (token) => classOverlay(colours, ...lensOf(record, layer, token)[0]);
 }
 
-/** Return [class, probability] of a token at a layer, best first; MEAN is what the head reads. */
+/** Return [class, probability] of a token at a layer, best first; MEAN is what the classifier reads. */
 export function lensOf(record, layer, token) {
   const { classes, probabilities } = record.details.lens;
   const at = token === MEAN ? 0 : 1 + token;
@@ -34,7 +34,9 @@ export class LensView {
   constructor(actions) {
     this.actions = actions;
     this.tokenTitle = make("span");
-    const titles = ["", "every patch", "what the head reads"].map((text) => make("span", {}, text));
+    const titles = ["", "every patch", "what the classifier reads"].map((text) =>
+      make("span", {}, text),
+    );
     this.titles = make("div", "lens-row titles", ...titles, this.tokenTitle);
     this.list = make("div");
     this.legend = make("div", "legend");

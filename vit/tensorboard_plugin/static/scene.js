@@ -66,11 +66,13 @@ function describeStatistics(statistics, layer, head) {
 }
 
 /** Say what the token gives to another one, or to which it gives most; "from" the other way. */
-function describeValue(record, values, token, other) {
-  if (other !== null) return `${describe(other, record)} at ${digits(values[other])} × uniform`;
-  const best = indexOfLargest(values);
-  const own = token === MEAN ? "" : `, itself at ${digits(values[token])} ×`;
-  return `strongest: ${describe(best, record)} at ${digits(values[best])} ×${own || " uniform"}`;
+function describeValue(record, values, token, other, direction) {
+  const [verb, link] = direction === "to" ? ["attends", "to"] : ["receives", "from"];
+  const most = other === null ? " most" : "";
+  const own = other === null && token !== MEAN ? `, itself ${digits(values[token])} ×` : "";
+  const best = other ?? indexOfLargest(values);
+  const sentence = `${describe(token, record)} ${verb}${most} ${link} ${describe(best, record)}`;
+  return `${sentence}: ${digits(values[best])} × uniform${own}`;
 }
 
 function scaleOfLarge({ contrast }, scales) {
@@ -85,15 +87,14 @@ function showHead(record, { state, token, pointer, probe, attention, values, sca
   const looked = valuesOf(attention, layer, head);
   const pointed = probe ? probe.token : pointer;
   const other = pointed === token || pointed === MEAN ? null : pointed;
-  const verb = state.direction === "to" ? "attends to" : "receives attention from";
   return {
     values,
     colourOf: (patch) => scale.overlay(values[prefix + patch]),
     swatch: (one) => (one === MEAN ? "none" : scale.colour(values[one])),
     number: (one) => (one === MEAN ? "" : `${digits(values[one])} ×`),
     lines: [
-      `${nameHead(layer, head)}: ${describe(token, record)} ${verb}`,
-      describeValue(record, looked, token, other),
+      nameHead(layer, head),
+      describeValue(record, looked, token, other, state.direction),
       describeStatistics(state.statistics, layer, head),
     ],
     scale,
@@ -158,7 +159,7 @@ function showLens(record, { state, pointer, token, scales }) {
   if (!lens) return nothing(["No layer-by-layer predictions of this image"], scales.maps);
   const colourOf = lensOverlay(record, lensColours(record), state.layer);
   const at = pointer ?? token;
-  const readName = at === MEAN ? "what the head reads" : describe(at, record);
+  const readName = at === MEAN ? "what the classifier reads" : describe(at, record);
   const read = lensOf(record, state.layer, at)
     .map(([index, probability]) => `${record.className(index)} ${percent(probability)}`)
     .join(", ");

@@ -13,7 +13,6 @@ import * as en from "./tour_en.js";
 
 const LANGUAGES = { en, de };
 const HIDDEN = 0.25; // of the patches
-const MAPS = ["lrp", "relevance", "rollout"]; // the first that is known says which to hide
 const TITLE = "How this model looks at a picture, in seven steps";
 
 /** The steps. Each returns a state, figures for the text, and what is missing, of a record. */
@@ -24,7 +23,7 @@ const STEPS = [
   showRollout,
   showLens,
   hidePatches,
-  () => [{}, {}],
+  ({ details }) => [{}, { count: details.classes.length }],
 ];
 
 function showPatches(record) {
@@ -59,19 +58,16 @@ function showLens(record, words) {
   return [{ view: "lens" }, { ...early, last: record.layers - 1, ...answerOf(record) }];
 }
 
-function hidePatches(record) {
-  const maps = mapsOf(record, null);
-  const kind = MAPS.find((one) => maps.some((map) => map.kind === one));
-  const { title, values } = maps.find((map) => map.kind === kind) ?? {
-    title: "rollout",
-    values: rolloutOf(record),
-  };
+function hidePatches(record, words) {
+  const relevance = mapsOf(record, null).find((map) => map.kind === "lrp");
+  const values = relevance?.values ?? rolloutOf(record);
   const order = range(values.length).sort((a, b) => values[b] - values[a]);
-  const hidden = order.slice(0, Math.ceil(HIDDEN * order.length));
-  const patches = hidden.map((patch) => [patch, "mean"]);
+  const count = Math.ceil(HIDDEN * order.length);
+  const fills = order.slice(0, count).map((patch) => [patch, "mean"]);
+  const map = words.maps[relevance ? "lrp" : "rollout"];
   return [
-    { patches: fillPatches("", patches), heat: "no" },
-    { count: hidden.length, map: title },
+    { patches, heat: "no" },
+    { count: hidden.length, map },
   ];
 }
 
@@ -117,6 +113,7 @@ function changeOf({ change, details, className }) {
 /** The line of the toolbar. */
 export class Tour {
   #shown = ""; // what the text is about: step, language and image
+  #before = parseState({}); // the state in which the tour was started
 
   constructor(app) {
     this.app = app;
@@ -138,8 +135,13 @@ export class Tour {
 
   /** Go to a step, from 1; null ends the tour. */
   async go(tour) {
+    const { state } = this.app;
+    const { run, image, step, language } = state;
     this.isOffered = false;
-    await this.app.set({ tour });
+    if (!state.tour) this.#before = { ...state };
+    // Ended early, everything is as it was found; after the last step, as it was left.
+    const isLeft = tour === null && state.tour !== STEPS.length;
+    await this.app.set({ ...(isLeft && this.#before), run, image, step, language, tour });
     const next = this.next.disabled ? this.close : this.next;
     (tour === null ? this.open : next).focus();
   }
@@ -191,7 +193,7 @@ export class Tour {
     write(this.text, tour ? "…" : words.offer);
     write(this.back, words.back);
     write(this.next, tour ? words.next : words.start);
-    write(this.close, words.close);
+    write(this.close, tour ? words.close : words.decline);
     write(this.other, other.name);
     this.back.hidden = !tour;
     this.back.disabled = tour === 1;

@@ -6,15 +6,21 @@ export const start = "Los";
 export const back = "Zurück";
 export const next = "Weiter";
 export const close = "Tour beenden";
+export const decline = "Nein, danke";
 export const offer = "Neu hier? Sieben Schritte zeigen, wie dieses Modell ein Bild ansieht.";
 export const missing = (why) => `Für diesen Schritt fehlt hier etwas. ${why}`;
 export const noLens = "Vorhersagen der einzelnen Schichten wurden nicht aufgezeichnet.";
+
+export const maps = {
+  lrp: "von der Antwort durch das ganze Modell zurückverfolgt",
+  rollout: "im Rollout der Attention",
+};
 
 export const steps = [
   [
     "Patches",
     ({ rows, columns, best, probability }) =>
-      `Das Modell zerlegt das Bild in ${rows} × ${columns} Ausschnitte (Patches) und macht aus jedem ein Token, eine Liste von Zahlen. Daraus wird die Antwort: ${best}, ${probability}. Was geschieht dazwischen?`,
+      `Das Modell zerlegt das Bild in ${rows} × ${columns} Patches, gezählt als (Zeile, Spalte) von (0, 0) an, und macht aus jedem ein Token, eine Liste von Zahlen. Daraus wird die Antwort: ${best}, ${probability}. Was geschieht dazwischen?`,
   ],
   [
     "Ein Patch sieht sich um",
@@ -29,7 +35,7 @@ export const steps = [
   [
     "Schicht um Schicht",
     ({ patch, value }) =>
-      `Jede Schicht sammelt, was die vorigen gesammelt haben. Rollout multipliziert ihre Attention: Die Antwort stammt am meisten von Patch (${patch}), ${value}-mal so viel wie im Durchschnitt aller Patches.`,
+      `Jede Zeile ist eine Schicht und sammelt, was die Zeilen darüber gesammelt haben. Rollout multipliziert ihre Attention: Der Klassifikator liest am meisten von (${patch}), ${value}-mal so viel wie im Durchschnitt aller Patches.`,
   ],
   [
     "Die Entscheidung entsteht",
@@ -39,11 +45,11 @@ export const steps = [
   [
     "Verdecken, was zählt",
     ({ count, map, best, before, after, now }) =>
-      `Die ${count} wichtigsten Patches (${map}) sind nun verdeckt, und das Modell hat in Ihrem Browser neu geantwortet. ${best}: vorher ${before}, jetzt ${after}. Es sagt ${now}. „Undo“ bringt die Patches zurück.`,
+      `Die ${count} wichtigsten Patches, ${map}, sind verdeckt, und das Modell hat neu geantwortet. ${best}: vorher ${before}, jetzt ${after}. Es sagt ${now}: Auch graue Quadrate sind eine Form. „Undo“ bringt sie zurück.`,
   ],
   [
     "Jetzt Sie",
-    () =>
-      `Ziehen Sie ein Foto hierher oder wählen Sie es mit „Photo …“; es bleibt in dieser Seite. M schaltet einen angeklickten Head stumm, ein Pinsel (brush) verdeckt Patches. Was braucht das Modell?`,
+    ({ count }) =>
+      `Ziehen Sie ein Foto hierher oder wählen Sie es mit „Photo …“; es bleibt in dieser Seite. Das Modell kennt ${count} Klassen und hält es für eine davon. M schaltet einen angeklickten Head stumm, ein Pinsel (brush) verdeckt Patches.`,
   ],
 ];

@@ -6,15 +6,21 @@ export const start = "Start";
 export const back = "Back";
 export const next = "Next";
 export const close = "End the tour";
+export const decline = "No, thanks";
 export const offer = "New here? Seven steps show how this model looks at a picture.";
 export const missing = (why) => `This step needs more than this page has. ${why}`;
 export const noLens = "No layer-by-layer predictions were recorded.";
+
+export const maps = {
+  lrp: "traced back from the answer through the whole model",
+  rollout: "in the rollout of attention",
+};
 
 export const steps = [
   [
     "Patches",
     ({ rows, columns, best, probability }) =>
-      `The model cuts the picture into ${rows} × ${columns} patches and turns each into a token, a list of numbers. From these it answers: ${best}, ${probability}. What happens in between?`,
+      `The model cuts the picture into ${rows} × ${columns} patches, numbered (row, column) from (0, 0), and turns each into a token, a list of numbers. From these it answers: ${best}, ${probability}. What happens in between?`,
   ],
   [
     "A patch looks around",
@@ -29,7 +35,7 @@ export const steps = [
   [
     "Layers add up",
     ({ patch, value }) =>
-      `Each layer gathers from what the layers above it in the list have gathered. Rollout multiplies their attention: of all patches, the answer comes most from (${patch}), ${value} times as much as on average.`,
+      `Each row is a layer, and gathers from what the rows above have gathered. Rollout multiplies their attention: of all patches, the classifier reads most from (${patch}), ${value} times as much as on average.`,
   ],
   [
     "The decision forms",
@@ -39,11 +45,11 @@ export const steps = [
   [
     "Hide what it used",
     ({ count, map, best, before, after, now }) =>
-      `The ${count} patches that count most (${map}) are now hidden, and the model has answered again, in your browser. ${best}: ${before} before, ${after} now. It says ${now}. Undo brings the patches back.`,
+      `The ${count} patches that count most, ${map}, are hidden, and the model answers again. ${best}: ${before} before, ${after} now. It says ${now}: grey squares are a shape, too. Undo restores them.`,
   ],
   [
     "Your turn",
-    () =>
-      `Drop or paste a photo, or choose one with “Photo …”; it stays in this page. Click a head and press M to mute it. Choose a brush and paint over patches. What does the model need?`,
+    ({ count }) =>
+      `Drop or paste a photo, or choose one with “Photo …”; it stays in this page. The model knows ${count} classes and takes it for one of them. Click a head and press M to mute it; hide patches with a brush.`,
   ],
 ];
