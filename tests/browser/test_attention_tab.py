@@ -949,18 +949,19 @@ def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
         others[..., here] = 0
         shares = others.amax(dim=-1)
         layer, head = divmod(int(shares.argmax()), shares.shape[1])
+        least = divmod(int(shares.argmin()), shares.shape[1])
         place = f"({here // GRID}, {here % GRID})"
         expected: list[list[float]] = [
             [GRID, GRID, best],
             [layer, head, float(shares.max())],
-            [float(shares.min()), float(shares.max())],
+            [layer, head, float(shares.max()), *least, float(shares.min()), 1],
             [float(rollout.max() / rollout.mean())],
             [0, float(read[0, 0, 0, 0]), len(shares) - 1, best],
         ]
         for step, wanted in enumerate(expected, 1):
             text = said(frame, step)
             assert figures(text) == pytest.approx(wanted, abs=0.011), text
-            assert (place in text) == (step in (2, 3, 4)) and len(text.split()) <= 40
+            assert (place in text) == (step in (2, 4)) and len(text.split()) <= 40
             page.keyboard.press("Enter")  # Next has the focus
         text = said(frame, 6)
         predicted = logits.argmax(dim=1)
@@ -977,16 +978,28 @@ def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
         after = float(asked(classifier, changed)[0].softmax(dim=-1)[0, predicted])
         assert figures(text) == pytest.approx([GRID**2 // 4, best, after], abs=0.011), text
         assert len(text.split()) <= 40
+        page.keyboard.press("u")
+        expect(frame.locator(".tour p")).to_contain_text(
+            re.compile("look around|Sehen Sie sich um")
+        )
         page.keyboard.press("Enter")
         assert len(said(frame, 7).split()) <= 40
         assert "change" not in numbers(frame)
         if number == 0:
+            frame.evaluate("() => window.attentionTab.set({ layer: 1, head: 1 })")
+            page.keyboard.press("m")
+            answered(frame, mute="1.1")
             frame.get_by_role("button", name="Deutsch").click()
-            frame.get_by_role("button", name=classifier.classes[4]).click()
+            expect(frame.locator(".tour p")).to_contain_text("kennt 10 Klassen")
+            assert numbers(frame)["change"]["mute"] == "1.1"  # what is done in the last step stays
+            frame.locator(".chooser button", has_text=classifier.classes[4]).click()
             for _ in range(6):
                 frame.get_by_role("button", name="Zurück").click()
+    frame.get_by_role("button", name="Zurück").click()
+    said(frame, 6)
     page.keyboard.press("Escape")
     expect(frame.locator(".tour")).to_be_hidden()
+    answered(frame, patches="1:mean")  # as it was before the tour
     expect(frame.get_by_role("button", name="Tour")).to_be_focused()
     frame = show_live(page, address, tour=5, language="de")
     assert "Schicht" in said(frame, 5) and numbers(frame)["view"] == "lens"

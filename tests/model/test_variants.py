@@ -23,6 +23,7 @@ from models import PLAIN, randomize
 from small_runs import UNIFORM, small
 from vit.classifier import Classifier
 from vit.cli import eval_main, train_main
+from vit.commands.check import check
 from vit.commands.train import say_what_fails, train
 from vit.config import Config, OptimConfig, to_dict
 from vit.data.images import ImageSet
@@ -391,6 +392,9 @@ def test_a_function_of_a_head_may_take_no_dropout_and_no_mask(tmp_path, registry
         if "mask" not in arguments:
             with pytest.raises(ValueError, match="mine takes no mask, so tokens cannot be hidden"):
                 mine(*heads, keep, nn.Identity())
+        rows = check(mine, with_cost=False)  # which builds a module of it
+        failed = [row.property for row in rows if row.result == "failed"]
+        assert failed == (["mask"] if "mask" in arguments else [])  # which it ignores
         before = attention_code(ModelConfig(attention=f"few{number}.py:mine"))
         file.write_text(code)
         load_attention(f"{file}:mine")

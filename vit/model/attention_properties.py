@@ -159,8 +159,11 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that keys that a mask hides get no weight, for each image and with no key at all."""
     what = "mask"
-    if isinstance(subject, WholeAttention) and subject.mask_name is None:
-        return Row(what, "passed", "taken by no argument, so it is applied to the softmax")
+    is_whole = isinstance(subject, WholeAttention)
+    if getattr(subject if is_whole else subject.attention, "mask_name", "") is None:
+        applied = "taken by no argument, so it is applied to the softmax"
+        refused = "taken by no argument, so tokens cannot be hidden"
+        return Row(what, "passed", applied) if is_whole else Row(what, "remark", "", refused)
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     for image in range(B):
         keep[image, 0, image : image + 3] = False

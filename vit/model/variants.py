@@ -156,7 +156,7 @@ def load_attention(name: str) -> Attention | None:
 
 def with_all_arguments(attention: Attention) -> Attention:
     """Return an attention; a function of a head without a mask or dropout is wrapped."""
-    if isinstance(attention, type):
+    if isinstance(attention, type | FewerArguments):
         return attention
     if isinstance(attention, nn.Module):
         raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")

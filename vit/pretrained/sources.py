@@ -209,8 +209,8 @@ def weights_of_timm(vit: Any) -> dict[str, Tensor]:
     state = {key: value for key, value in vit.state_dict().items() if "rel_pos" not in key}
     weights = by_our_names(state)
     for layer, block in enumerate(vit.blocks):
-        computed = getattr(vit, "shared_rel_pos", None) or getattr(block.attn, "rel_pos", None)
-        shared = getattr(vit, "rel_pos_bias", None)  # of Beit
+        shared: Any = getattr(vit, "rel_pos_bias", None)  # of Beit
+        computed: Any = getattr(vit, "shared_rel_pos", None) or getattr(block.attn, "rel_pos", None)
         if computed is not None or shared is not None:
             # (H, N, N); there may be dropout in it
             bias = computed.eval().get_bias()[0] if shared is None else shared()

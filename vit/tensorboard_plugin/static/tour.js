@@ -13,9 +13,13 @@ import * as en from "./tour_en.js";
 
 const LANGUAGES = { en, de };
 const HIDDEN = 0.25; // of the patches
+// What a step starts from, so that it shows the same whatever came before.
+const { run, image, step, run2, image2, step2, linked, tour, language, ...INITIAL } = parseState(
+  {},
+);
 const TITLE = "How this model looks at a picture, in seven steps";
 
-/** The steps. Each returns a state, figures for the text, and what is missing, of a record. */
+/** The steps. Each returns a state, figures for the text, and what there is to say instead. */
 const STEPS = [
   showPatches,
   showLook,
@@ -39,9 +43,13 @@ function showLook(record) {
 
 function showHeads(record) {
   const looks = looksOf(record);
-  const [{ patch, layer, head, share }] = looks;
-  const figures = { patch, most: percent(share), least: percent(looks.at(-1).share) };
-  return [{ token: patch, layer, head, order: "lowest" }, figures];
+  const [sharp, even] = [looks[0], looks.at(-1)];
+  const { patch, layer, head } = even;
+  const figures = { sharp: { ...sharp, share: percent(sharp.share) }, layer, head };
+  return [
+    { token: patch, layer, head },
+    { ...figures, share: percent(even.share) },
+  ];
 }
 
 function showRollout(record) {
@@ -51,23 +59,23 @@ function showRollout(record) {
   return [{}, { patch: nameOf(best, record), value: digits(values[best] / mean) }];
 }
 
-function showLens(record, words) {
-  if (!record.details.lens) return [{}, {}, words.noLens];
+function showLens(record) {
+  if (!record.details.lens) return [{}, {}, (words) => words.noLens];
   const [[index, probability]] = lensOf(record, 0, MEAN);
   const early = { early: record.className(index), earlyProbability: percent(probability) };
   return [{ view: "lens" }, { ...early, last: record.layers - 1, ...answerOf(record) }];
 }
 
-function hidePatches(record, words) {
+function hidePatches(record) {
   const relevance = mapsOf(record, null).find((map) => map.kind === "lrp");
   const values = relevance?.values ?? rolloutOf(record);
   const order = range(values.length).sort((a, b) => values[b] - values[a]);
   const count = Math.ceil(HIDDEN * order.length);
   const fills = order.slice(0, count).map((patch) => [patch, "mean"]);
-  const map = words.maps[relevance ? "lrp" : "rollout"];
+  const patches = fillPatches("", fills);
   return [
     { patches, heat: "no" },
-    { count: hidden.length, map },
+    { count, isTraced: relevance !== undefined },
   ];
 }
 
@@ -112,7 +120,9 @@ function changeOf({ change, details, className }) {
 
 /** The line of the toolbar. */
 export class Tour {
-  #shown = ""; // what the text is about: step, language and image
+  #shown = ""; // the step and the image that the text is about
+  #set = null; // the state that the step has set
+  #say = () => ""; // the text in a language
   #before = parseState({}); // the state in which the tour was started
 
   constructor(app) {
@@ -135,15 +145,19 @@ export class Tour {
 
   /** Go to a step, from 1; null ends the tour. */
   async go(tour) {
-    const { state } = this.app;
-    const { run, image, step, language } = state;
+    const { app } = this;
+    if (!app.state.tour) this.#before = this.#ownState();
+    const isDone = tour === null && app.state.tour === STEPS.length; // what was done there stays
+    const start = tour === null ? this.#before : INITIAL;
     this.isOffered = false;
-    if (!state.tour) this.#before = { ...state };
-    // Ended early, everything is as it was found; after the last step, as it was left.
-    const isLeft = tour === null && state.tour !== STEPS.length;
-    await this.app.set({ ...(isLeft && this.#before), run, image, step, language, tour });
-    const next = this.next.disabled ? this.close : this.next;
-    (tour === null ? this.open : next).focus();
+    app.history = [];
+    await app.set({ ...(isDone ? {} : start), tour });
+    (tour === null ? this.open : this.next.disabled ? this.close : this.next).focus();
+  }
+
+  /** Return the part of the state that the tour changes. */
+  #ownState() {
+    return Object.fromEntries(Object.keys(INITIAL).map((name) => [name, this.app.state[name]]));
   }
 
   /** Return the language of the tour, then the other ones. */
@@ -153,44 +167,48 @@ export class Tour {
     return [language, ...Object.keys(LANGUAGES).filter((one) => one !== language)];
   }
 
-  /** Bring the tab into the state of the step and say what it shows: again for another image. */
-  async render() {
-    const { app } = this;
-    const { tour } = app.state;
-    const [{ record }] = app.panes;
-    const step = STEPS[tour - 1];
+  /** Show the step, once for each image, and what it says. */
+  render() {
+    const { tour } = this.app.state;
+    const [{ record }] = this.app.panes;
     this.open.hidden = !record?.weights || record.details.top.length === 0;
-    this.element.hidden = this.open.hidden || !(step || this.isOffered);
-    const languages = this.#languages();
-    const about = record && [record.run, record.tag, record.step, record.details.name];
-    const shown = this.element.hidden ? "" : JSON.stringify([tour, languages, about]);
-    if (shown === this.#shown) return;
+    this.element.hidden = this.open.hidden || !(STEPS[tour - 1] || this.isOffered);
+    if (this.element.hidden) return (this.#shown = "");
+    const shown = JSON.stringify([tour, record.run, record.tag, record.step, record.details.name]);
+    const isNew = shown !== this.#shown;
     this.#shown = shown;
-    if (shown === "") return;
-    const [words, other] = languages.map((one) => LANGUAGES[one]);
-    this.#write(words, other);
-    if (!step) return;
-    // Each step starts from the initial state, so that it shows the same whatever came before.
-    const { run, image, step: at, language } = app.state;
-    await app.set({ ...parseState({}), run, image, step: at, tour, language });
-    const whole = app.panes[0].record;
-    if (shown !== this.#shown || !whole) return;
-    const [state, figures, missing = ""] = step(whole, words);
-    const asks = "patches" in state;
-    const problem = asks && !app.canAsk() ? app.panes[0].liveNote : missing;
-    if (!problem) await (asks ? app.edit(state) : app.set(state));
-    if (state.view || state.order) app.panes[0].host.scrollIntoView({ block: "nearest" });
-    if (shown !== this.#shown) return;
-    const say = words.steps[tour - 1][1];
-    const found = { ...figures, ...changeOf(app.panes[0].record) };
-    write(this.text, problem ? words.missing(problem) : say(found));
+    if (isNew && tour) this.#enter(tour, shown);
+    return this.#write();
   }
 
-  #write(words, other) {
+  /** Bring the tab into the state of a step; the last one leaves it as it is. */
+  async #enter(tour, shown) {
+    const { app } = this;
+    const isLast = tour === STEPS.length;
+    this.#set = null;
+    this.#say = () => "…";
+    if (!isLast) await app.set(INITIAL);
+    const whole = app.panes[0].record;
+    if (shown !== this.#shown || !whole) return;
+    const [state, figures, missing] = STEPS[tour - 1](whole);
+    const asks = "patches" in state;
+    const problem = asks && !app.canAsk() ? () => app.panes[0].liveNote : missing;
+    if (!problem) await (asks ? app.edit(state) : app.set(state));
+    if (state.view) app.panes[0].host.scrollIntoView({ block: "nearest" });
+    if (shown !== this.#shown) return;
+    const found = { ...figures, ...changeOf(app.panes[0].record) };
+    this.#set = isLast ? null : JSON.stringify(this.#ownState());
+    this.#say = (words) => (problem ? problem(words) : words.steps[tour - 1][1](found));
+    this.#write();
+  }
+
+  #write() {
     const { tour } = this.app.state;
+    const [words, other] = this.#languages().map((one) => LANGUAGES[one]);
+    const isLeft = this.#set !== null && this.#set !== JSON.stringify(this.#ownState());
     this.element.lang = words.language;
     write(this.title, tour ? `${tour}/${STEPS.length} ${words.steps[tour - 1][0]}.` : "");
-    write(this.text, tour ? "…" : words.offer);
+    write(this.text, tour ? (isLeft ? words.left : this.#say(words)) : words.offer);
     write(this.back, words.back);
     write(this.next, tour ? words.next : words.start);
     write(this.close, tour ? words.close : words.decline);

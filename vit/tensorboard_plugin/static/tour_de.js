@@ -8,13 +8,9 @@ export const next = "Weiter";
 export const close = "Tour beenden";
 export const decline = "Nein, danke";
 export const offer = "Neu hier? Sieben Schritte zeigen, wie dieses Modell ein Bild ansieht.";
-export const missing = (why) => `Für diesen Schritt fehlt hier etwas. ${why}`;
+export const left =
+  "Hier geht es nun frei weiter: Sehen Sie sich um. Zurück und Weiter führen die Tour fort.";
 export const noLens = "Vorhersagen der einzelnen Schichten wurden nicht aufgezeichnet.";
-
-export const maps = {
-  lrp: "von der Antwort durch das ganze Modell zurückverfolgt",
-  rollout: "im Rollout der Attention",
-};
 
 export const steps = [
   [
@@ -29,8 +25,8 @@ export const steps = [
   ],
   [
     "Heads sind verschieden",
-    ({ patch, most, least }) =>
-      `Jede Karte ist ein Head für Patch (${patch}). Nach Entropie sehen die ersten wenige Patches an, die letzten alle. Von einem einzigen anderen nehmen Heads zwischen ${least} und ${most}. Ein Klick zeigt eine Karte groß.`,
+    ({ sharp, layer, head, share }) =>
+      `Jede Karte ist ein Head für denselben Patch. Schicht ${sharp.layer}, Head ${sharp.head} nahm ${sharp.share} von einem anderen Patch; Schicht ${layer}, Head ${head}, nun groß, höchstens ${share}. Unter jeder Karte steht die Entropie, 1 für gleichmäßige Attention.`,
   ],
   [
     "Schicht um Schicht",
@@ -44,12 +40,12 @@ export const steps = [
   ],
   [
     "Verdecken, was zählt",
-    ({ count, map, best, before, after, now }) =>
-      `Die ${count} wichtigsten Patches, ${map}, sind verdeckt, und das Modell hat neu geantwortet. ${best}: vorher ${before}, jetzt ${after}. Es sagt ${now}: Auch graue Quadrate sind eine Form. „Undo“ bringt sie zurück.`,
+    ({ count, isTraced, best, before, after, now }) =>
+      `Die ${count} wichtigsten Patches, ${isTraced ? "von der Antwort durch das ganze Modell zurückverfolgt" : "im Rollout der Attention"}, sind verdeckt, und das Modell hat neu geantwortet. ${best}: vorher ${before}, jetzt ${after}. Es sagt ${now}: Auch graue Quadrate sind eine Form. „Undo“ bringt sie zurück.`,
   ],
   [
     "Jetzt Sie",
     ({ count }) =>
-      `Ziehen Sie ein Foto hierher oder wählen Sie es mit „Photo …“; es bleibt in dieser Seite. Das Modell kennt ${count} Klassen und hält es für eine davon. M schaltet einen angeklickten Head stumm, ein Pinsel (brush) verdeckt Patches.`,
+      `Ziehen Sie ein Foto hierher, oder wählen Sie eines; es bleibt in dieser Seite. Das Modell kennt ${count} Klassen und hält es für eine davon. M schaltet einen angeklickten Head stumm, ein Pinsel (brush) verdeckt Patches.`,
   ],
 ];

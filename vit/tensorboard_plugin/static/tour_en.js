@@ -8,13 +8,8 @@ export const next = "Next";
 export const close = "End the tour";
 export const decline = "No, thanks";
 export const offer = "New here? Seven steps show how this model looks at a picture.";
-export const missing = (why) => `This step needs more than this page has. ${why}`;
+export const left = "You have left what this step shows: look around. Back and Next go on.";
 export const noLens = "No layer-by-layer predictions were recorded.";
-
-export const maps = {
-  lrp: "traced back from the answer through the whole model",
-  rollout: "in the rollout of attention",
-};
 
 export const steps = [
   [
@@ -29,8 +24,8 @@ export const steps = [
   ],
   [
     "Heads differ",
-    ({ patch, most, least }) =>
-      `Each map is a head, asked about patch (${patch}). By entropy, the first look at few patches, the last at all. From a single other patch, heads take between ${least} and ${most}. Click one to see it large.`,
+    ({ sharp, layer, head, share }) =>
+      `Each map is a head, asked about the same patch. Layer ${sharp.layer}, head ${sharp.head} took ${sharp.share} from one other patch; layer ${layer}, head ${head}, now large, at most ${share}. Below each map is its entropy, 1 for even attention.`,
   ],
   [
     "Layers add up",
@@ -44,12 +39,12 @@ export const steps = [
   ],
   [
     "Hide what it used",
-    ({ count, map, best, before, after, now }) =>
-      `The ${count} patches that count most, ${map}, are hidden, and the model answers again. ${best}: ${before} before, ${after} now. It says ${now}: grey squares are a shape, too. Undo restores them.`,
+    ({ count, isTraced, best, before, after, now }) =>
+      `The ${count} patches that count most, ${isTraced ? "traced back from the answer through the whole model" : "in the rollout of attention"}, are hidden, and the model answers again. ${best}: ${before} before, ${after} now. It says ${now}: grey squares are a shape, too. Undo restores them.`,
   ],
   [
     "Your turn",
     ({ count }) =>
-      `Drop or paste a photo, or choose one with “Photo …”; it stays in this page. The model knows ${count} classes and takes it for one of them. Click a head and press M to mute it; hide patches with a brush.`,
+      `Drop, paste or choose a photo; it stays in this page. The model knows ${count} classes and takes it for one of them. Click a head and press M to mute it; hide patches with a brush.`,
   ],
 ];
