@@ -3,6 +3,7 @@
 Shapes: B images, H heads, N tokens, P patches, d head width.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -143,3 +144,13 @@ def test_what_cannot_be_is_refused() -> None:
             MultiHeadSelfAttention(24, 3, **arguments)
     with pytest.raises(ValueError, match=r"^rel_pos: bias must be none with a whole"):
         VisionTransformer(**SMALL, rel_pos="bias", attention=nn.MultiheadAttention)
+
+
+def test_heads_with_a_bias_start_at_neighbours_and_the_last_one_even() -> None:
+    positions = BiasPositions(4, 8, (5, 6), num_prefix_tokens=1)
+    weights = positions.bias((5, 6)).softmax(dim=-1)[:, 1:, 1:]
+    for head, (down, right) in enumerate([(0, 1), (0, -1), (1, 0)]):
+        for row, column in itertools.product(range(1, 4), range(1, 5)):
+            place = 6 * (row + down) + column + right
+            assert weights[head, 6 * row + column].argmax() == place
+    assert torch.equal(weights[3], torch.full_like(weights[3], 1 / 31))

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 Grid = tuple[int, int]  # rows and columns of patches
 REACH = 2  # offsets of `RelativePositions` go from -REACH to REACH
 TEMPERATURE = 100.0  # of `RotaryPositions`, as in arXiv 2403.13298
+# Where heads of `BiasPositions` look at first, in rows and columns from a patch.
+STARTS = (0, 1), (0, -1), (1, 0), (-1, 0), (0, 0)
+FARTHEST = 8  # squared distance from there, from which all patches start alike
 
 
 def coordinates(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -49,6 +52,10 @@ class Positions(nn.Module):
 class BiasPositions(Positions):
     """softmax(Q Kᵀ / √d + b) V, with b learned for each head and offset (arXiv 2103.14030).
 
+    The first heads start as a convolution (arXiv 2103.10697): b is minus the squared distance from
+    the patch or one of its neighbours, so that a fifth to a third of their attention goes there.
+    The last head, and those beyond `STARTS`, start with b = 0.
+
     The table is timm's `RelPosBias`: a row for each row offset and column offset between patches,
     from 1 - rows to rows - 1 and from 1 - columns to columns - 1, then one for prefix to patch, for
     patch to prefix and for prefix to prefix. In a larger grid, farther patches count as that far.
@@ -58,7 +65,12 @@ class BiasPositions(Positions):
         super().__init__(num_heads, head_dim, grid, num_prefix_tokens)
         self.grid = grid
         count = (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * (num_prefix_tokens > 0)
-        self.relative_position_bias_table = nn.Parameter(torch.zeros(count, num_heads))
+        table = torch.zeros(count, num_heads)
+        offsets = torch.cartesian_prod(*(torch.arange(n - 1, -n, -1.0) for n in grid))  # key - query
+        for head, start in enumerate(STARTS[: num_heads - 1]):
+            squares = (offsets - torch.tensor(start)).square().sum(dim=1)
+            table[: len(offsets), head] = -squares.clamp(max=FARTHEST)
+        self.relative_position_bias_table = nn.Parameter(table)
 
     def bias(self, grid: Grid) -> Tensor:
         """Return what is added to the scores of each head, (H, N, N)."""
