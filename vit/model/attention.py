@@ -62,13 +62,13 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
             (..., N, M); or None.
 
     Returns:
-        (..., N, M). Each row sums to 1, or to 0 if all its keys are masked.
+        (..., N, M). Each row sums to 1, or to 0 if a boolean mask hides all its keys.
     """
     if mask is None:
         return scores.softmax(dim=-1)
     if mask.is_floating_point():
         finite = mask.clamp(min=torch.finfo(scores.dtype).min / 2)  # no row becomes NaN
-        return (scores + finite).softmax(dim=-1) * (mask > -torch.inf).any(dim=-1, keepdim=True)
+        return (scores + finite).softmax(dim=-1)
     # With the lowest finite number instead of -inf, the softmax of a fully masked row is uniform,
     # not NaN, and the second masked_fill sets it to zero. In all other rows masked weights
     # underflow to zero by themselves.
@@ -230,10 +230,14 @@ class MultiHeadSelfAttention(nn.Module):
             heads = F.scaled_dot_product_attention(query, key, value, bias)
         else:
             allowed = for_all_heads(mask, (*query.shape[:-1], key.shape[-2]))
-            if bias is not None:
-                allowed = bias if allowed is None else torch.where(allowed, bias, -torch.inf)
+            added = bias if allowed is None else allowed
+            if bias is not None and allowed is not None:
+                added = torch.where(allowed, bias, -torch.inf)
             place = self.place | {"grid": grid} if "grid" in self.place else self.place
-            heads, weights = attend(query, key, value, allowed, self.attn_drop, **place)
+            heads, weights = attend(query, key, value, added, self.attn_drop, **place)
+            if bias is not None and allowed is not None:  # a row of -inf hides nothing
+                blind = ~allowed.any(dim=-1, keepdim=True)
+                heads, weights = (x.masked_fill(blind, 0.0) for x in (heads, weights))
         heads = self.rel_pos.after(heads, grid)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output

@@ -66,7 +66,9 @@ class BiasPositions(Positions):
         self.grid = grid
         count = (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * (num_prefix_tokens > 0)
         table = torch.zeros(count, num_heads)
-        offsets = torch.cartesian_prod(*(torch.arange(n - 1, -n, -1.0) for n in grid))  # key - query
+        offsets = torch.cartesian_prod(
+            *(torch.arange(n - 1, -n, -1.0) for n in grid)
+        )  # key - query
         for head, start in enumerate(STARTS[: num_heads - 1]):
             squares = (offsets - torch.tensor(start)).square().sum(dim=1)
             table[: len(offsets), head] = -squares.clamp(max=FARTHEST)
@@ -74,7 +76,8 @@ class BiasPositions(Positions):
 
     def bias(self, grid: Grid) -> Tensor:
         """Return what is added to the scores of each head, (H, N, N)."""
-        return self.relative_position_bias_table[self.index(grid)].permute(2, 0, 1)
+        bias = self.relative_position_bias_table[self.index(grid)].permute(2, 0, 1)
+        return bias.contiguous()  # which scores are added to faster
 
     @torch.no_grad()
     def tabulate(self, bias: Tensor) -> Tensor:

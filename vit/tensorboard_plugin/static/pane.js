@@ -412,7 +412,7 @@ function captionOf({ details, className, tag }) {
       make("span", {}, "predicted ", make("strong", {}, className(index))),
       make(
         "span",
-        "fixed",
+        { class: "fixed", title: "of the model as trained, without calibration" },
         `${percent(probability)} `,
         mark === "" ? null : make("b", { class: mark, "aria-label": mark }, MARKS[mark]),
       ),
