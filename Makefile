@@ -77,7 +77,8 @@ tour: .venv/installed-dev
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 ifeq ($(TORCH),cpu)
-	$(PIP) --no-deps --index-url $(CPU_INDEX) $$(grep -oE '^torch(vision)?==[0-9.]+' requirements.lock)
+	$(PIP) --no-deps --index-url $(CPU_INDEX) $$(grep -oE '^torch(vision)?==[0-9.]+' requirements.lock) || { \
+		echo "$(CPU_INDEX) has no torch: leave out TORCH=cpu, or set CPU_INDEX to a mirror"; exit 1; }
 	awk '/^[a-z]/ {kept = !/^(torch|torchvision|triton|cuda-|nvidia-)/} kept' requirements.lock > .venv/cpu.lock
 	$(INSTALL) --no-deps --requirement .venv/cpu.lock
 else
