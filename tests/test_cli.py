@@ -274,6 +274,7 @@ def test_a_command_has_its_settings_and_report_is_the_default(
     there = EvalDataConfig(root="there")
     for words, command, options in (
         ("--seed 3 --flip", "report", ReportConfig(seed=3, flip=True)),
+        ("--views 6", "report", ReportConfig(views=6)),
         ("report --data.root there", "report", ReportConfig(data=there)),
         ("maps --indices 3 17 --seed 2", "maps", MapsConfig(indices=(3, 17), seed=2)),
         ("photo a maps --target cat", "photo", PhotoConfig(photos=("a", "maps"), target="cat")),

@@ -183,6 +183,20 @@ def test_mirror_images_count_as_much_as_the_images(model, images):
     assert "flip" not in evaluate(classify(model), held)[0]
 
 
+def test_six_views_are_shifted_and_mirrored(model, images):
+    padded = torch.from_numpy(
+        np.pad(images.numpy(), ((0, 0), (0, 0), (1, 1), (1, 1)), mode="reflect")
+    )
+    single, expected = classify(model), 0
+    for weight, view in ((4, images), (8, padded[..., :-2, :-2]), (8, padded[..., 2:, 2:])):
+        expected = expected + (single.logits(view) + single.logits(view.flip(-1))) / weight
+    six = dataclasses.replace(single, flip=True, shift=True)
+    torch.testing.assert_close(six.logits(images, 7), expected, rtol=0, atol=1e-5)
+    assert (expected - single.logits(images)).abs().max() > 1e-3
+    held = ImageSet(images, torch.arange(50) % 10, names(10))
+    assert evaluate(six, held)[0]["views"] == 6
+
+
 def test_evaluate_and_validation_give_the_report_on_the_predictions(model, images):
     held = ImageSet(images, torch.arange(50) % 10, names(10))
     result, logits = evaluate(classify(model), held, batch_size=13)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.calibration import Calibration
@@ -58,6 +59,8 @@ class Classifier:
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         flip: Whether `logits` averages each image and its mirror image; maps explain the image.
         calibration: What the held-out images of the run say about probabilities, or None.
+        shift: Whether `logits` also averages views shifted by (-1, -1) and by (1, 1) pixels, with
+            reflected borders, half of the weight together, as airbench does (arXiv 2404.00498).
     """
 
     model: nn.Module
@@ -67,6 +70,7 @@ class Classifier:
     precision: torch.dtype
     flip: bool = False
     calibration: Calibration | None = None
+    shift: bool = False
 
     def __post_init__(self) -> None:
         if any(t.is_inference() for t in (*self.model.parameters(), *self.model.buffers())):
@@ -85,6 +89,11 @@ class Classifier:
     def has_maps(self) -> bool:
         """Whether the model's attention can be read."""
         return attention_model(self.model) is not None
+
+    @property
+    def views(self) -> int:
+        """Number of views of an image that `logits` averages: 1, 2, 3 or 6."""
+        return (1 + self.flip) * (3 if self.shift else 1)
 
     @property
     def threads(self) -> int:
@@ -134,6 +143,15 @@ class Classifier:
 
     def _classify(self, images: Tensor) -> Tensor:
         inputs = self.normalize(images)
+        logits = self._classify_view(inputs)
+        if not self.shift:
+            return logits
+        padded = F.pad(inputs, (1, 1, 1, 1), mode="reflect")
+        down_right, up_left = padded[..., :-2, :-2], padded[..., 2:, 2:]
+        shifted = self._classify_view(down_right) + self._classify_view(up_left)
+        return logits / 2 + shifted / 4
+
+    def _classify_view(self, inputs: Tensor) -> Tensor:
         logits = self._forward(inputs)
         return (logits + self._forward(inputs.flip(-1))) / 2 if self.flip else logits
 

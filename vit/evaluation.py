@@ -125,15 +125,15 @@ def evaluate(
 ) -> tuple[dict[str, Any], Tensor]:
     """Classify images, at most `batch_size` at once; return metrics and logits (N, C) on the CPU.
 
-    The metrics are those of `report`, flip if logits are averaged with those of mirror images, and
-    images_per_second.
+    The metrics are those of `report`, views (and flip, of mirror images) if the logits of several
+    are averaged, and images_per_second.
     """
     start = time.perf_counter()
     logits = classifier.logits(images, batch_size).cpu()
     seconds = time.perf_counter() - start
     result = report(logits, images.labels.cpu(), images.classes)
-    flip = {"flip": True} if classifier.flip else {}
-    return {**result, **flip, "images_per_second": len(images) / seconds}, logits
+    views = {"flip": classifier.flip, "views": classifier.views} if classifier.views > 1 else {}
+    return {**result, **views, "images_per_second": len(images) / seconds}, logits
 
 
 def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str, Any]:

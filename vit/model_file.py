@@ -105,7 +105,7 @@ class SavedModel(Classifier):
         return (
             f"{printable(self.with_progress(self.path))}: {describe(self.device)}, "
             f"{str(self.precision).removeprefix('torch.')}"
-            f"{', mean of each image and its mirror image' if self.flip else ''}"
+            f"{f', mean of {self.views} views of each image' if self.views > 1 else ''}"
         )
 
 

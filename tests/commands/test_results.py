@@ -89,6 +89,7 @@ def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
         ("report", "--data.root", others),
         ("report", "--data.root", base / "more"),
         ("report", "--flip"),
+        ("report", "--views", 6),
         ("maps", "--probes", 2, "--faithfulness", 0, "--data.root", others),
     ):
         ended = call(run, *words)
@@ -102,11 +103,11 @@ def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
     reports = {path.parent: json.loads(path.read_text()) for path in run.rglob("report.json")}
     own = reports.pop(run / "eval")
     assert own["source"] == {"data": "folder", "root": str(trained / "pictures"), "own": True}
-    found = {(r["n"], r["source"]["root"], r.get("flip", False)) for r in reports.values()}
+    found = {(r["n"], r["source"]["root"], r.get("views", 1)) for r in reports.values()}
     here = (own["n"], str(trained / "pictures"))
-    assert found == {(80, str(others), False), (30, str(base / "more"), False),
-                     (*here, True), (*here, False)}  # fmt: skip
-    assert len(reports) == 4
+    assert found == {(80, str(others), 1), (30, str(base / "more"), 1),
+                     (*here, 1), (*here, 2), (*here, 6)}  # fmt: skip
+    assert len(reports) == 5
     assert model_card(load_model(run)) == card and f", {own['n']} images" in card
     assert {*now} - {*before} <= {*written_files(run)}  # which --overwrite deletes
     # The images of the run by another path are still its own.

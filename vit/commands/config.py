@@ -6,12 +6,16 @@ A field without a default is what the command takes before its flags, such as th
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vit import settings
 from vit.explain.kinds import ALL_KINDS
 
 MapKindName: TypeAlias = Literal[*ALL_KINDS]  # type: ignore[valid-type]
+Views = Annotated[  # flags are text
+    Literal[1, 2, 6],
+    BeforeValidator(lambda value: {"1": 1, "2": 2, "6": 6}.get(str(value), value)),
+]
 
 
 @settings.group("data")
@@ -71,13 +75,15 @@ class ReportConfig(ImagesConfig):
     """Accuracy and other metrics on the test images, with figures.
 
     Attributes:
-        flip: average the logits of each image and its mirror image
+        flip: average the logits of each image and its mirror image, as --views 2
+        views: views of an image whose logits are averaged: 1, 2, or 6 with shifts by a pixel, too
         coverage: fraction of images whose set of classes is to contain the true one, such as 0.9
         unfamiliar: images of no class to tell from the test images: a folder, a data set, or noise
         corruptions: also classify the images with 15 corruptions at five severities
     """
 
     flip: bool = False
+    views: Views = 1
     coverage: settings.Between0And1 | None = None
     unfamiliar: settings.PathName | None = None
     corruptions: bool = False
@@ -136,13 +142,15 @@ class PredictConfig(EvalConfig):
         photos: image files, or folders that are searched recursively
         out: the table, a .csv file; null is eval/photos.csv next to the model
         batch_size: images per forward pass
-        flip: average the logits of each image and its mirror image
+        flip: average the logits of each image and its mirror image, as --views 2
+        views: views of an image whose logits are averaged: 1, 2, or 6 with shifts by a pixel, too
         coverage: fraction of images whose set of classes is to contain the true one, such as 0.9
     """
 
     photos: tuple[settings.PathName, ...]
     batch_size: settings.Count = 500
     flip: bool = False
+    views: Views = 1
     coverage: settings.Between0And1 | None = None
 
     def __post_init__(self) -> None:

@@ -34,15 +34,15 @@ def run(name: str, options: PredictConfig) -> Path:
 
     Returns:
         The table: a CSV file with the columns file, class, probability, class_1, probability_1 and
-        so on, best first; familiarity, see `Calibration`, if the model has it and images are not
-        flipped; with a coverage, set_lac and set_raps: classes, best first, separated by |.
+        so on, best first; familiarity, see `Calibration`, if the model has it and there is one view
+        of an image; with a coverage, set_lac and set_raps: classes, best first, separated by |.
 
     Raises:
         ValueError: The model or all images cannot be read, or the output is another kind of file.
         KeyboardInterrupt: After Ctrl-C or SIGTERM, when the rows so far are written.
     """
     paths = find_photos(options.photos, "predict")
-    saved = load_run(name, options.device, options.precision, options.flip)
+    saved = load_run(name, options.device, options.precision, max(options.views, 1 + options.flip))
     table = Path(options.out or results_folder(saved, None) / PHOTOS_FILE)
     results_folder(saved, str(table.parent))  # raises where it is a file
     part = table.with_stem(f"{table.stem}_part")
@@ -87,7 +87,7 @@ def _rank_files(
         logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
         ranked = zip(files, classifier.ranked(logits, TOP), strict=True)
         rows = [{"file": file} | columns_of("class", ranking) for file, ranking in ranked]
-        if classifier.calibration and not options.flip:
+        if classifier.calibration and classifier.views == 1:
             familiarity = classifier.calibration.familiarity(logits).tolist()
             for row, value in zip(rows, familiarity, strict=True):
                 row["familiarity"] = round(value, 4)

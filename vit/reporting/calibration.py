@@ -47,8 +47,10 @@ def make_sets(
     classifier: Classifier, logits: Tensor, uniform: Tensor, coverage: float
 ) -> dict[str, Tensor]:
     """Return `Calibration.sets`; ValueError without a calibration for the logits and coverage."""
-    if classifier.flip:
-        raise ValueError("coverage: not together with --flip, because sets are calibrated without")
+    if classifier.views > 1:
+        raise ValueError(
+            "coverage: not together with --flip and --views, because sets are calibrated without"
+        )
     if classifier.calibration is None:
         raise ValueError(f"coverage: the model is not calibrated: {UNCALIBRATED}")
     return classifier.calibration.sets(logits, uniform, coverage)

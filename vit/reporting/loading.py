@@ -27,9 +27,9 @@ from vit.run.folder import EVAL_FOLDER, MODEL_FILE
 from vit.settings import parse
 
 
-def load_run(name: str, device: str, precision: str, flip: bool = False) -> SavedModel:
-    """Load a model as `vit.load` does, perhaps with mirror images."""
-    return dataclasses.replace(load(name, device, precision), flip=flip)
+def load_run(name: str, device: str, precision: str, views: int = 1) -> SavedModel:
+    """Load a model as `vit.load` does, which averages 1, 2 or 6 views of an image."""
+    return dataclasses.replace(load(name, device, precision), flip=views > 1, shift=views == 6)
 
 
 def require_loaded(classifier: Classifier) -> SavedModel:
@@ -44,11 +44,11 @@ def results_folder(
 ) -> Path:
     """Return the folder for results: `names` in out, or in the folder `top` of the run.
 
-    Results for other images, in `root`, mirror images or an earlier checkpoint do not replace the
+    Results for other images, in `root`, several views or an earlier checkpoint do not replace the
     run's own: they are in eval/with_... ValueError if the folder is a file, read-only, or a link
     inside the run or `out`, see `inside`.
     """
-    variant = ["flip"] if saved.flip else []
+    variant = {1: [], 2: ["flip"]}.get(saved.views, [f"views_{saved.views}"])
     if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
         variant.append(f"step_{saved.step}")
     if root is not None and not data_of(saved, root)[1]:

@@ -83,8 +83,9 @@ def write_report(
 
 
 def _digest(classifier: Classifier, images: ImageSet) -> str:
-    """Identify a model with its calibration, test images, and whether they are mirrored."""
-    about = (images.fingerprint, images.labels.tolist(), classifier.flip, classifier.calibration)
+    """Identify a model with its calibration, test images, and the views of them."""
+    views = 6 if classifier.shift else classifier.flip
+    about = (images.fingerprint, images.labels.tolist(), views, classifier.calibration)
     digest = hashlib.sha256(repr(about).encode())
     for weight in classifier.model.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
