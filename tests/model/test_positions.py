@@ -154,3 +154,14 @@ def test_heads_with_a_bias_start_at_neighbours_and_the_last_one_even() -> None:
             place = 6 * (row + down) + column + right
             assert weights[head, 6 * row + column].argmax() == place
     assert torch.equal(weights[3], torch.full_like(weights[3], 1 / 31))
+
+
+def test_a_query_without_keys_gets_nothing_in_spite_of_a_bias() -> None:
+    attention = randomize(MultiHeadSelfAttention(24, 3, grid=(2, 3), rel_pos="bias"), 0.5).eval()
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[2] = False
+    output, weights = attention(draw(B, 6, 24).float(), mask, need_weights=True)
+    sums = torch.ones(6)
+    sums[2] = 0
+    assert_close(weights.sum(dim=-1), sums.expand(B, 3, 6))
+    assert_close(output[:, 2], attention.proj.bias.expand(B, 24))

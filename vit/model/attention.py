@@ -235,7 +235,8 @@ class MultiHeadSelfAttention(nn.Module):
                 added = torch.where(allowed, bias, -torch.inf)
             place = self.place | {"grid": grid} if "grid" in self.place else self.place
             heads, weights = attend(query, key, value, added, self.attn_drop, **place)
-            if bias is not None and allowed is not None:  # a row of -inf hides nothing
+            if bias is not None and allowed is not None:
+                # The softmax of a row of -inf is not zero.
                 blind = ~allowed.any(dim=-1, keepdim=True)
                 heads, weights = (x.masked_fill(blind, 0.0) for x in (heads, weights))
         heads = self.rel_pos.after(heads, grid)

@@ -53,7 +53,7 @@ class BiasPositions(Positions):
     """softmax(Q Kᵀ / √d + b) V, with b learned for each head and offset (arXiv 2103.14030).
 
     The first heads start as a convolution (arXiv 2103.10697): b is minus the squared distance from
-    the patch or one of its neighbours, so that a fifth to a third of their attention goes there.
+    the patch or one of its neighbours, so that a quarter to a third of their attention goes there.
     The last head, and those beyond `STARTS`, start with b = 0.
 
     The table is timm's `RelPosBias`: a row for each row offset and column offset between patches,
