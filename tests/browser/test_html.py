@@ -210,7 +210,7 @@ def test_file_shows_the_records_and_asks_for_nothing(page, run):
 def test_file_follows_the_system_and_connects_to_nothing(browser, run):
     page = browser.new_page(offline=True)
     page.goto(f"{export(run).as_uri()}#{link({'step': 100, 'image': 'attention/damaged'})}")
-    page.wait_for_function("() => window.attentionTab?.state.step === 0")  # the only one
+    painted(page, "step", 0)  # the only one
     for scheme, colour in (("dark", "rgb(48, 48, 48)"), ("light", "rgb(255, 255, 255)")):
         page.emulate_media(color_scheme=scheme)
         page.wait_for_function(

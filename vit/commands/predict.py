@@ -42,7 +42,7 @@ def run(name: str, options: PredictConfig) -> Path:
         KeyboardInterrupt: After Ctrl-C or SIGTERM, when the rows so far are written.
     """
     paths = find_photos(options.photos, "predict")
-    saved = load_run(name, options.device, options.precision, max(options.views, 1 + options.flip))
+    saved = load_run(name, options.device, options.precision, options.flip, options.views)
     table = Path(options.out or results_folder(saved, None) / PHOTOS_FILE)
     results_folder(saved, str(table.parent))  # raises where it is a file
     part = table.with_stem(f"{table.stem}_part")

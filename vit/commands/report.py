@@ -54,7 +54,7 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
 
     ValueError if the model or the data cannot be read, or the folder contains other files.
     """
-    saved = load_run(name, options.device, options.precision, max(options.views, 1 + options.flip))
+    saved = load_run(name, options.device, options.precision, options.flip, options.views)
     # What cannot work is refused before minutes of classifying.
     root, batch_size, seed = options.data.root, options.batch_size, options.seed
     folder = results_folder(saved, options.out, root=root)

@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +53,20 @@ def by_our_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def by_beits_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights as in timm's Beit, the inverse of `by_our_names`.
+def by_their_names(weights: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    """Rename weights as a timm model calls them, by its names: the inverse of `by_our_names`.
 
-    It has no bias of keys, which would add the same to all scores of a query.
+    Beit has no bias of keys, which would add the same to all scores of a query.
     """
-    theirs = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", key): w for key, w in weights.items()}
-    theirs = {key.replace(TABLE, BEITS_TABLE): weight for key, weight in theirs.items()}
-    for attn in [key.removesuffix("qkv.bias") for key in theirs if key.endswith(".qkv.bias")]:
-        query, _, value = theirs.pop(f"{attn}qkv.bias").chunk(3)
-        theirs |= {f"{attn}q_bias": query.clone(), f"{attn}v_bias": value.clone()}
+    theirs: dict[str, Tensor] = {}
+    for key, weight in weights.items():
+        name = re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", key).replace(TABLE, BEITS_TABLE)
+        attn = key.removesuffix("qkv.bias")
+        if f"{attn}q_bias" in names:
+            query, _, value = weight.chunk(3)
+            theirs |= {f"{attn}q_bias": query.clone(), f"{attn}v_bias": value.clone()}
+        else:
+            theirs[name if name in names else key] = weight
     return theirs
 
 

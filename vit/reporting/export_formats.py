@@ -29,7 +29,7 @@ from vit.files import write_atomically, write_json
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import NORM_EPS, classifier_layers, complete_arguments
 from vit.model.variants import is_edited
-from vit.pretrained.architecture import by_beits_names
+from vit.pretrained.architecture import by_their_names
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
 # timm's models, by class and the epsilon of their layer norms, which is no argument. All arguments
@@ -117,11 +117,8 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
     preprocess, num_classes = classifier.preprocess, len(classifier.classes)
     architecture, arguments = timm_arguments(config, preprocess)
     twin: Any = timm.create_model(architecture, num_classes=num_classes, **arguments)
-    weights, theirs = _portable(classifier).state_dict(), twin.state_dict()
-    if config.rel_pos == "rope":  # layer scales have other names in timm's Eva
-        weights = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", k): v for k, v in weights.items()}
-    if architecture in TIMM_ARCHITECTURES["Beit"].values():
-        weights = by_beits_names(weights)
+    theirs = twin.state_dict()
+    weights = by_their_names(_portable(classifier).state_dict(), theirs)
     # timm's models with positions in attention always have layer scales: 1 where ours has none.
     scales = {k: torch.ones_like(v) for k, v in theirs.items() if re.search(r"\.gamma(_\d)?$", k)}
     weights = scales | weights

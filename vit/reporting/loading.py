@@ -27,9 +27,12 @@ from vit.run.folder import EVAL_FOLDER, MODEL_FILE
 from vit.settings import parse
 
 
-def load_run(name: str, device: str, precision: str, views: int = 1) -> SavedModel:
-    """Load a model as `vit.load` does, which averages 1, 2 or 6 views of an image."""
-    return dataclasses.replace(load(name, device, precision), flip=views > 1, shift=views == 6)
+def load_run(
+    name: str, device: str, precision: str, flip: bool = False, views: int = 1
+) -> SavedModel:
+    """Load a model as `vit.load` does, which averages 1, 2 (flip) or 6 views of an image."""
+    saved = load(name, device, precision)
+    return dataclasses.replace(saved, flip=flip or views > 1, shift=views == 6)
 
 
 def require_loaded(classifier: Classifier) -> SavedModel:

@@ -60,9 +60,7 @@ def model_card(saved: SavedModel) -> str:
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     report = read_report(file) if saved.finished and file.exists() else {}
     own = (report.get("source") or {}).get("own", True)
-    if (
-        report.get("views", 1) > 1 or report.get("flip") or not own
-    ):  # not what the code in the card does on the test images
+    if report.get("flip") or not own:  # not what the code in the card does on the test images
         report = {}
     task, data = "image-classification", saved.config.data.name
     metadata: dict[str, Any] = {"library_name": LIBRARY, "license": "unknown", "pipeline_tag": task}

@@ -39,7 +39,6 @@ StoredReport = create_model(
     confusion_matrix=(list[list[int]], ...),
     calibration=(dict[str, Probabilities] | None, None),
     flip=(bool, False),
-    views=(int, 1),
     source=(Source | None, None),
     **_measures("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1"),
 )

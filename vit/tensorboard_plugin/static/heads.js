@@ -130,7 +130,7 @@ export class HeadsView {
     const rows = inOrder ? "Each row is a layer, each map a head" : "Each map is a head";
     const images = describeImages(state);
     const mean = `Each map: attention by offset from the query (centre), mean of ${images}.`;
-    write(this.notes[0], this.byOffset ? mean : `${rows}: it attends more to what is bright.`);
+    write(this.notes[0], this.byOffset ? mean : `${rows}; bright means more attention.`);
     write(this.notes[1], "Click a map to lay it over the picture; with Shift, to mute it.");
     write(this.notes[2], below);
     write(this.notes[3], means.length ? `Mean over all heads: ${means.join(", ")}.` : "");

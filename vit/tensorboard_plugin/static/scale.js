@@ -6,8 +6,8 @@ import { CONTRASTS } from "./state.js";
 
 const FIXED = 3; // end of a fixed scale, in its unit
 const NARROWEST = 0.02; // range, as a fraction of its end: weights are stored in 255 steps
-// Ranges, in their unit, that a fixed scale would show in almost one colour, and the narrowest that an
-// automatic one is given then: uniform attention shall look uniform.
+// A fixed scale shows a range below the first, in its unit, in almost one colour. The automatic one in
+// its place is at least as wide as the second, so that uniform attention looks uniform.
 const [EVEN, EVENEST] = [1.5, 0.5];
 
 const UNIFORM = { short: "× uniform", long: "uniform attention" };

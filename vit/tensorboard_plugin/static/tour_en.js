@@ -8,7 +8,7 @@ export const next = "Next";
 export const close = "End the tour";
 export const decline = "No, thanks";
 export const offer = "New here? Seven steps show how this model looks at a picture.";
-export const left = "You have left what this step shows: look around. Back and Next go on.";
+export const left = "You can look around freely now. Back and Next continue the tour.";
 export const noLens = "No layer-by-layer predictions were recorded.";
 
 export const steps = [
@@ -35,7 +35,7 @@ export const steps = [
   [
     "The decision forms",
     ({ early, earlyProbability, last, best, probability }) =>
-      `Read after layer 0, the tokens mean ${early}, ${earlyProbability}; after layer ${last}, ${best}, ${probability}. Each coloured map shows the class as which the patches are read.`,
+      `Read after layer 0, the tokens say ${early}, ${earlyProbability}; after layer ${last}, ${best}, ${probability}. Each coloured map shows the class as which the patches are read.`,
   ],
   [
     "Hide what it used",
