@@ -77,7 +77,9 @@ class BiasPositions(Positions):
     def bias(self, grid: Grid) -> Tensor:
         """Return what is added to the scores of each head, (H, N, N)."""
         bias = self.relative_position_bias_table[self.index(grid)].permute(2, 0, 1)
-        return bias.contiguous()  # which scores are added to faster
+        bias = bias.contiguous()  # which scores are added to faster
+        # torch.compile makes a tensor for this, and does not look up numbers again for each image.
+        return bias.as_strided(bias.shape, bias.stride())
 
     @torch.no_grad()
     def tabulate(self, bias: Tensor) -> Tensor:
