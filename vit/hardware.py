@@ -1,6 +1,7 @@
 """The device a run computes on and its precision; cores, threads and memory."""
 
 import contextlib
+import ctypes
 import math
 import os
 from collections import deque
@@ -15,6 +16,7 @@ from vit.console import counted
 
 T = TypeVar("T")
 R = TypeVar("R")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 CGROUP = Path("/sys/fs/cgroup")  # the limits of a container on Linux
 
 
@@ -108,6 +110,18 @@ def free_memory() -> int:
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         free = min(free, max(0, limit - used + int(stat["inactive_file"])))  # which can be freed
     return free
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 2 GB of freed memory, instead of returning it to the system.
+
+    Otherwise a process may return the activations of each step and ask for them again in the next,
+    where each page costs a fault: up to a fifth of the time of training on a CPU.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc has this, others do not
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @contextlib.contextmanager

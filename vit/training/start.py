@@ -30,7 +30,7 @@ from vit.distributed.world import (
     stop_on_signals,
     under_torchrun,
 )
-from vit.hardware import choose_device, choose_precision, cores_to_use
+from vit.hardware import choose_device, choose_precision, cores_to_use, keep_freed_memory
 from vit.model.attention_model import require_attention, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
@@ -97,6 +97,8 @@ def start_run(
         torch.use_deterministic_algorithms(config.deterministic)  # imports torch's compiler
     device = choose_device(config.train.device)
     precision = choose_precision(config.train.precision, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     preprocess, checkpoint = Preprocess.from_config(config.data), None
     with (
         join_world(device, config.train.timeout_minutes) as world,
