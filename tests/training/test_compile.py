@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from einops import rearrange
 from torch.testing import assert_close
 
 from small_runs import CPU, make_step, metrics, small
@@ -16,7 +17,7 @@ from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
 from vit.run.checkpoint import latest_checkpoint
 from vit.training import build
-from vit.training.build import MANY_STEPS, choose_compilation, missing_tool
+from vit.training.build import MANY_STEPS, choose_compilation, compiled, missing_tool
 from vit.training.loop import evaluating
 from vit.training.step import TrainingStep
 
@@ -140,6 +141,25 @@ def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
     assert left is not None and right is not None and left.environment["compiled"] is True
     for part in ("model", "optimizers", "ema", "points", "step"):
         assert_close(getattr(left, part), getattr(right, part), rtol=0, atol=0, msg=part)
+
+
+class Other(torch.Tensor):
+    """Another kind of tensor, like those of numpy or of torch.export."""
+
+
+@CAN_COMPILE
+def test_a_model_is_not_compiled_again_after_another_kind_of_tensor() -> None:
+    """Logging attention has one. The second graph was a quarter slower, for the whole run."""
+    torch._dynamo.reset()
+    model = VisionTransformer(
+        img_size=8, in_chans=3, num_classes=3, patch_size=4, embed_dim=8, depth=1, num_heads=2,
+        stem="linear",
+    )  # fmt: skip
+    forward, images = compiled(model), torch.randn(2, 3, 8, 8)
+    forward(images)
+    rearrange(torch.eye(2).as_subclass(Other), "n m -> m n")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        forward(images)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's

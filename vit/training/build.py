@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from torch import nn
 
 from vit.classifier import Classifier
@@ -254,6 +255,8 @@ def compiled(forward: nn.Module, by_block: bool = False) -> nn.Module:
     By block, each encoder block is compiled on its own, in place, so that processes can exchange
     weights and gradients between blocks.
     """
+    # Traced, it would be compiled again after its first call with another kind of tensor.
+    torch.compiler.allow_in_graph(rearrange)
     # Each image size is compiled separately, so that the grid is a plain number.
     options: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
     if not by_block:
