@@ -19,6 +19,7 @@ from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
+from vit.run.length import Length
 from vit.training.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def test_step_of_every_config_learns(name: str, tmp_path: Path) -> None:
     step = dataclasses.replace(
         loop.step,
         precision=torch.bfloat16,
-        schedule=dataclasses.replace(loop.step.schedule, total_steps=1000, warmup=0.01),
+        schedule=dataclasses.replace(loop.step.schedule, length=Length(1000), warmup=0.01),
     )
     batches = torch.arange(config.train.batch_size).repeat(30, 1)
     losses = torch.stack([step(*batch) for batch in loop.training.batches(batches)])[:, 0].cpu()

@@ -84,7 +84,7 @@ class TrainConfig:
     Attributes:
         epochs: number of passes over the training images
         budget_minutes: training time in minutes, for which a short benchmark sets the number of
-            steps; null trains for the given number of epochs
+            steps, corrected after each tenth; null trains for the given number of epochs
         freeze: backbone trains only the classifier (linear probe), in evaluation mode
         whiten: initialize the first kernels of the stem with the principal components of training
             patches (arXiv 2404.00498)

@@ -22,6 +22,7 @@ from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
 from vit.intervals import Z, bootstrap, fraction, interval_of_mean
+from vit.run.length import Length
 
 if TYPE_CHECKING:  # it imports tensorboard
     from vit.run.tracker import Logged
@@ -55,7 +56,7 @@ class Setup:
     training: ImageSet
     held_out: ImageSet  # perhaps none
     epoch_ends: Container[int]  # steps after which an epoch ends, or the run
-    total_steps: int
+    length: Length  # of the run, which may change
     size_of: Callable[[int], tuple[int, int]]  # height and width that a step trains on, in pixels
 
 

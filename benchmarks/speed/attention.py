@@ -46,7 +46,8 @@ from vit.explain.rollout import attention_rollout
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
-from vit.run.tracker import Tracker, milestones
+from vit.run.length import Length, Milestones
+from vit.run.tracker import Tracker
 from vit.tensorboard_plugin.encoding import PLUGIN_NAME, decode_weights, part_of
 from vit.training.build import build_step
 from vit.training.start import Run
@@ -145,7 +146,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         sum(part * seconds[f"{at}"][turn] for at, part in phases.items()) for turn in range(rounds)
     ]
     at_milestones, points = (
-        len(milestones(steps, config.track.milestones)),
+        len(Milestones(Length(steps), config.track.milestones)),
         steps // config.track.every,
     )
     parts = {

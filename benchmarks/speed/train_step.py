@@ -38,7 +38,8 @@ from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, choose_precision, describe, on_cores
 from vit.model.vit import VisionTransformer
-from vit.training.build import build_step, mean_step_seconds
+from vit.run.length import Length
+from vit.training.build import build_step, time_phases
 from vit.training.build import compiled as compile_model
 from vit.training.start import Run
 from vit.training.step import TrainingStep
@@ -279,7 +280,7 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
     config = parse_train([])[0]
     (step, images), size = make_step(config), config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
-    speed = size / mean_step_seconds(step, images)
+    speed = size / Length(costs=time_phases(step, images)).seconds(0, 1)
     print(f"\nconfigs/quick.yaml, batch {size}: {speed:.0f} images/s, mean over a run")
     for phase in step.schedule.phases():
         work = repeat_step(step, images, phase.start, batches)

@@ -42,6 +42,7 @@ from vit.reporting.add_attention import add_attention
 from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.attention_records import attention_records, explained_classes
 from vit.reporting.heads import as_grid, measure_groups
+from vit.run.length import Length
 from vit.tensorboard_plugin.encoding import LIVE_TAG, LIVE_WEIGHTS_TAG, decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG, Record
 
@@ -295,7 +296,7 @@ def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
 ) -> None:
     """A forward pass is a third of a step; the model has 4 heads."""
     config, model, sizes = Config(), classifier.model, lambda _: (32, 32)
-    setup = Setup(config, model, classifier.preprocess, IMAGES, IMAGES, (), steps, sizes)
+    setup = Setup(config, model, classifier.preprocess, IMAGES, IMAGES, (), Length(steps), sizes)
     evaluator = attention_logging(setup)
     assert evaluator is not None
     assert len(evaluator.held_out or ()) == count
@@ -317,7 +318,9 @@ def test_logging_attention_takes_a_tenth_of_a_run_by_images_and_tokens(
     preprocess = Preprocess.from_config(DataConfig(name="shapes", image_size=size))
     sizes = {"img_size": size, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 1}
     model = VisionTransformer(**PLAIN | sizes | {"num_classes": 10}).eval()
-    setup = Setup(Config(), model, preprocess, IMAGES, IMAGES, (), steps, lambda _: (size, size))
+    setup = Setup(
+        Config(), model, preprocess, IMAGES, IMAGES, (), Length(steps), lambda _: (size, size)
+    )
     evaluator = attention_logging(setup)
     assert evaluator is not None
     assert (len(evaluator.probes), len(evaluator.steps)) == logged

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from tensorboard.plugins.hparams import metadata
 
 from small_runs import events, metrics
-from vit.run.tracker import ROLLOUT_TAG, Tracker, milestones
+from vit.run.tracker import ROLLOUT_TAG, Tracker
 
 
 def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -24,18 +23,6 @@ def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 def draw_picture(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-
-
-def test_milestones_run_from_start_to_end():
-    assert milestones(3820, 10) == [0, 47, 189, 424, 755, 1179, 1698, 2311, 3018, 3820]
-    assert milestones(3820, 2) == [0, 3820] and milestones(3820, 1) == [3820]
-    for total in range(1, 1000):
-        for count in (2, 5, 10):
-            steps = milestones(total, count)
-            assert steps[0] == 0 and steps[-1] == total and len(steps) <= count
-            assert all(type(step) is int for step in steps)
-            assert all(one < two for one, two in pairwise(steps))
-            assert len(steps) == count or total < count**2  # two milestones would coincide
 
 
 def test_metrics_are_on_the_disk_before_a_flush_ends(tmp_path, monkeypatch):

@@ -150,8 +150,8 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
     assert price == "ten seconds took 110.0 s"
     assert [line.count(" 64 images/s ") for line in lines] == [1, 1]
     shown = [line.split("   ")[-1] for line in lines]
-    assert shown == [f"{1055 // 60}:{1055 % 60}, 0:55 left", f"{1110 // 60}:{1110 % 60}, 0:00 left"]
-    assert loop.step.state.seconds - before == pytest.approx(10 * (1 + 10))
+    assert shown == [f"{1065 // 60}:{1065 % 60}, 0:55 left", f"{1120 // 60}:{1120 % 60}, 0:00 left"]
+    assert loop.step.state.seconds - before == pytest.approx(10 + 10 * (1 + 10))
 
 
 def image(state: TrainState) -> dict[str, Any]:

@@ -44,18 +44,22 @@ def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
         assert ("6 epochs, all at full size, for which the weights are made" in text) == full
 
 
+SPENT = {"training": {"seconds": 62.0, "pflop": 0.0123, "of_products": 0.25}}
+
+
 def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
     logits = torch.eye(2)[torch.tensor([0, 0, 0, 1])]
     for labels, expected in (([0, 0, 0, 1], True), ([0, 1, 0, 1], False)):
         result = report(logits, torch.tensor(labels), ("a", "b"))
-        text = end_text(Path("runs/x"), result, 1.0, has_maps=True, variant="dot")
+        text = end_text(Path("runs/x"), result | SPENT, has_maps=True, variant="dot")
         assert ("balanced accuracy 100.00%, loss" in text) == expected
+        assert "\ntime     1:02 of training, 0.0123 PFLOP, 25% of what products reach\n" in text
 
 
 def test_suggested_commands_can_be_copied_into_a_shell(tmp_path: Path) -> None:
     result = report(torch.eye(2), torch.tensor([0, 1]), ("a", "b"))
     run, variant = tmp_path / "two words; $HOME & 'more'", "my file.py:Mine"
-    text = end_text(run, result, 1.0, has_maps=True, variant=variant)
+    text = end_text(run, result | SPENT, has_maps=True, variant=variant)
     page, tensorboard = (line[9:] for line in text[text.index("next ") :].splitlines())
     script = ["sh", "-c", f"printf '%s\\n' {page}"]
     words = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from vit.run.length import Length
 from vit.training.schedule import Schedule, scaled_size
 
 
@@ -13,7 +14,7 @@ def make(total_steps: int = 20, **changes: Any) -> Schedule:
         "steps_per_epoch": 10, "batch_size": 64, "full_size": (32, 32), "small_size": (24, 24),
         "small_fraction": 0, "mix_fraction": 1, "warmup": 0.05, "decay": "linear",
     }  # fmt: skip
-    return Schedule(total_steps, **settings | changes)
+    return Schedule(Length(total_steps), **settings | changes)
 
 
 def test_every_combination_of_size_and_mixing_is_a_phase() -> None:

@@ -31,9 +31,11 @@ from vit.reporting.attention_logging import attention_logging
 from vit.reporting.report import write_report
 from vit.run.checkpoint import save_state
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, unfinished_config, write_split
+from vit.run.length import EpochEnds
 from vit.run.tracker import Tracker
 from vit.settings import changed_keys, flatten
-from vit.training.build import build_within
+from vit.training.build import build_within, deadline
+from vit.training.flop import account
 from vit.training.loop import Loop, evaluating
 from vit.training.messages import end_text, start_text
 from vit.training.start import Run, start_run
@@ -101,7 +103,7 @@ def train(
                 return None
             with evaluating():
                 classifier = calibrate(classifier, held_out)
-                return finish_run(run, classifier, step.state, tracker, training.fingerprint)
+                return finish_run(run, classifier, step, tracker, training.fingerprint)
 
 
 def say_what_fails(model: ModelConfig) -> None:
@@ -162,10 +164,10 @@ def build_loop(
 ) -> Loop:
     """Build the loop: the step with evaluators, logging and checkpoints."""
     config, schedule = run.config, step.schedule
-    epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     setup = Setup(
         config, step.state.structure(), run.preprocess, training, held_out,
-        epochs | {schedule.total_steps}, schedule.total_steps, schedule.image_size,
+        EpochEnds(step.state.length, schedule.steps_per_epoch), step.state.length,
+        schedule.image_size,
     )  # fmt: skip
     evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
     compiled = {"compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch}
@@ -178,7 +180,7 @@ def build_loop(
         step, training, evaluators, tracker,
         write_checkpoint=partial(save_state, run.folder, step.state, about, run.world),
         stop=run.stop, log_every=config.track.every, max_skipped=config.train.max_skipped,
-        balanced=config.data.balance == "sampler",
+        balanced=config.data.balance == "sampler", deadline=deadline(config),
     )  # fmt: skip
 
 
@@ -191,10 +193,10 @@ def calibrate(classifier: Classifier, held_out: ImageSet) -> Classifier:
 
 
 def finish_run(
-    run: Run, classifier: Classifier, state: TrainState, tracker: Tracker, fingerprint: str
+    run: Run, classifier: Classifier, step: TrainingStep, tracker: Tracker, fingerprint: str
 ) -> dict[str, Any]:
     """Evaluate the finished model on the test images, and write the report and the model file."""
-    config, folder = run.config, run.folder
+    config, folder, state = run.config, run.folder, step.state
     test = load_test_images(replace(config.data, download=False), classifier.preprocess)
     if test.classes != classifier.classes or (test.split and test.fingerprint != fingerprint):
         raise ValueError(
@@ -202,7 +204,10 @@ def finish_run(
             "training, so test images may have been trained on; restore them and rerun the command"
         )
     source = {"data": config.data.name, "root": config.data.root, "own": True}
-    result = write_report(classifier, test, folder / EVAL_FOLDER, step=state.step, source=source)
+    result = write_report(
+        classifier, test, folder / EVAL_FOLDER, step=state.step, source=source,
+        training=account(step, config.train.budget_minutes),
+    )  # fmt: skip
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
     # A run killed here writes them again, as the same point.
     tracker.scalars(state.step, values, tensorboard_only=True)
@@ -211,5 +216,5 @@ def finish_run(
     tracker.hyperparameters({key: value for key, value in settings if key not in places})
     tracker.flush()
     save_model(folder / MODEL_FILE, classifier, config, state.step, fingerprint)
-    say(end_text(folder, result, state.seconds, classifier.has_maps, config.model.attention))
+    say(end_text(folder, result, classifier.has_maps, config.model.attention))
     return result

@@ -19,7 +19,8 @@ from vit.model.attention_model import attention_model, require_attention
 from vit.reporting.attention_records import attention_records, read_frames
 from vit.reporting.heads import as_grid, draw_heads, measure_groups
 from vit.reporting.live import LiveLog
-from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES, ROLLOUT_TAG, Logged, milestones
+from vit.run.length import Milestones
+from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES, ROLLOUT_TAG, Logged
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import FRAMES_TAG
 
@@ -108,7 +109,7 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
         return None
     images = setup.held_out if len(setup.held_out) else setup.training
     tokens = math.prod(model.patch_embed.grid(*setup.preprocess.image_size))
-    trained = setup.total_steps * setup.config.train.batch_size
+    trained = setup.length.total_steps * setup.config.train.batch_size
     room = max(LOGGED_FRACTION * trained, FREE_TOKENS / tokens)
     room /= LOGGED_IMAGES * (1 + tokens / 1000)  # maps grow by the square of the tokens
     number = min(track.probes, max(1, int(room / 2)))
@@ -119,7 +120,7 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
         note(f"attention is logged of {less}; {more}")
     # Training images may be stored larger than the model takes them.
     probes = choose_images(images, number, seed).resized(setup.preprocess)
-    steps = milestones(setup.total_steps, count)
+    steps = Milestones(setup.length, count)
     live = LiveLog(track.live_mb, len(steps)) if track.live_mb else None
     # Classifying an image takes a third of the products of a training step.
     heads = sum(block.attn.num_heads for block in model.blocks)

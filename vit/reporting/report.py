@@ -39,12 +39,14 @@ def write_report(
     batch_size: int = 500,
     coverage: float | None = None,
     source: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Evaluate a classifier after training `step` steps; write report, predictions and figures.
 
     An earlier report is replaced, except for its optional parts if they are of the same model and
     images. With a coverage, perhaps from the earlier report, there are sets, see
-    `Calibration.sets`. `source` has data and root of the images, and whether they are the run's.
+    `Calibration.sets`. `source` has data and root of the images, and whether they are the run's;
+    `training` says what training took.
 
     Returns:
         The report and `intervals`, see `vit.evaluation`, with the most confident mistakes,
@@ -55,6 +57,7 @@ def write_report(
     result |= intervals(logits, images.labels.cpu())
     about = {"date": str(date.today()), "precision": str(classifier.precision).split(".")[1]}
     kept = _kept_parts(folder, digest := _digest(classifier, images))
+    kept |= {} if training is None else {"training": training}
     result |= {**about, "source": source, "digest": digest, **kept}
     result["calibration"] = measure_calibration(classifier, images, logits, result)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
@@ -74,7 +77,7 @@ def write_report(
         chosen = images.select(wrong).in_memory()
         pictures["mistakes"] = draw_gallery(classifier, chosen, classifier.scaled(logits[wrong]))
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in () if kept.keys() - {"sets"} else REPORT_FILES:
+    for pattern in () if kept.keys() - {"sets", "training"} else REPORT_FILES:
         for old in folder.glob(pattern):
             old.unlink()
     write_part(result, {key: result[key] for key in SCALARS}, pictures, folder, step)

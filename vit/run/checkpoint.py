@@ -24,7 +24,7 @@ from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
 from vit.files import require_file, seal, unseal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
-from vit.settings import CHECKED, LARGE, ClassNames, Steps, Text, group, parse
+from vit.settings import CHECKED, LARGE, ClassNames, Fraction, Steps, Text, group, parse
 
 CHECKPOINT_FOLDER = "checkpoints"
 FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders
@@ -55,6 +55,7 @@ def _as_pairs(value: Any) -> Tensor:
     raise ValueError("these are not pairs of numbers")
 
 
+AtLeast0 = Annotated[float, Field(ge=0)]
 Pairs = Annotated[Tensor, BeforeValidator(_as_pairs)]  # losses and accuracies, (N, 2)
 
 
@@ -73,8 +74,13 @@ class Checkpoint:
     ema: dict[str, Tensor] | None = None  # their moving average
     optimizers: list[dict[str, Any]] = field(default_factory=list)  # the state of each
     points: Pairs = field(default_factory=lambda: torch.empty(0, 2))  # of each step of this epoch
-    seconds: Annotated[float, Field(ge=0)] = 0.0  # of training so far
-    total_steps: Steps | None = None  # of the whole run
+    seconds: AtLeast0 = 0.0  # of training so far
+    flop: AtLeast0 = 0.0  # of training so far
+    total_steps: Steps | None = None  # for this and the next four, see `vit.run.length`
+    planned_steps: Steps = 0
+    changed_at: Steps = 0
+    changed_done: Fraction = 0.0
+    costs: tuple[tuple[Fraction, AtLeast0], ...] = ()
     skipped: Steps = 0  # steps whose loss or gradient was not finite
     skipped_in_a_row: Steps = 0  # of the latest steps
     num_images: Steps = 0  # for training

@@ -39,14 +39,6 @@ def picture_tag(tag: str) -> str:
     return f"vit/{tag}"
 
 
-def milestones(total_steps: int, count: int) -> list[int]:
-    """Return at most `count` steps at which attention is logged: the last, 0, and steps between."""
-    if count == 1:
-        return [total_steps]
-    # They are denser at the start, where attention changes fastest.
-    return sorted({round(total_steps * (n / (count - 1)) ** 2) for n in range(count)})
-
-
 def event_writer(folder: Path, **how: Any) -> SummaryWriter:
     """Open an event file in a folder, under a name where nobody can have put a link."""
     return SummaryWriter(str(folder), filename_suffix=f".{secrets.token_hex(8)}", **how)

@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import nn
 
 from vit.classifier import Classifier
-from vit.config import Plans, to_dict
+from vit.config import Config, Plans, to_dict
 from vit.console import say
 from vit.data.images import ImageSet
 from vit.data.sampling import class_weights, divide_epoch
@@ -30,9 +30,11 @@ from vit.evaluation import sample_size
 from vit.model.attention_model import size_unit
 from vit.model.variants import is_edited
 from vit.pretrained.adapt import Pretrained
+from vit.run.length import Length
 from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES
 from vit.seeding import generator
 from vit.settings import changed_keys
+from vit.training.flop import flop_of_steps
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Run
 from vit.training.state import TrainState, start_state
@@ -40,7 +42,7 @@ from vit.training.step import TrainingStep
 from vit.training.teacher import load_teacher
 
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
-TRAINING_FRACTION = 0.97  # of a time budget; the rest is for checkpoints
+TRAINING_FRACTION = 0.97  # of a time budget; the rest is for what follows the last step
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
@@ -79,27 +81,36 @@ def build_step(
     """
     state, begin = start_state(run, training, source), time.perf_counter() - run.seconds
     step = _assemble_step(run, training, state)
-    step, total_steps = _choose_length(run, step, training, held_out, begin)
-    state.total_steps = total_steps
+    step = dataclasses.replace(step, flop=flop_of_steps(step))
+    step = _choose_length(run, step, training, held_out, begin)
+    total_steps = state.length.total_steps
     state.seconds += run.world.agree(time.perf_counter() - begin)
     if state.step > total_steps:
         raise ValueError(
             f"train.epochs: {run.config.train.epochs} are {total_steps:,} steps, but the run in "
             f"{run.config.out} has already made {state.step:,}; use more epochs"
         )
+    # As planned, so that a resumed run has the same even if its length has changed.
+    planned = state.length.planned_steps or total_steps
     # In a short run, the running statistics of batch norm have to forget their initial values. With
     # torch's momentum of 0.1, these would still count 28% after 12 steps.
     for module in state.model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
-            module.momentum = max(module.momentum, min(1.0, 1 / (MEMORY * total_steps)))
-    schedule = dataclasses.replace(step.schedule, total_steps=total_steps)
-    return dataclasses.replace(step, schedule=schedule)
+            module.momentum = max(module.momentum, min(1.0, 1 / (MEMORY * planned)))
+    return step
+
+
+def deadline(config: Config) -> float | None:
+    """Return the seconds of training after which the last step should end; None if at any time."""
+    if config.train.budget_minutes is None:
+        return None
+    return TRAINING_FRACTION * 60 * config.train.budget_minutes
 
 
 def _assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingStep:
     """Decide what a step computes: schedule, teacher, class weights, features of a frozen model."""
     config = run.config
-    schedule = _build_schedule(run, len(training), size_unit(state.model))
+    schedule = _build_schedule(run, len(training), size_unit(state.model), state.length)
     teacher = load_teacher(run, training, schedule)
     model: Any = state.model  # ours or timm's
     forward, features = state.model, None
@@ -121,25 +132,27 @@ def _assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingS
 
 def _choose_length(
     run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
-) -> tuple[TrainingStep, int]:
-    """Compile a step if the run is long enough; return it, and the steps that fit the budget."""
-    track, minutes = run.config.track, run.config.train.budget_minutes
-    known_steps = step.schedule.total_steps if minutes is None else step.state.total_steps
-    if minutes is None or known_steps:
-        return compile_step(run, step, known_steps), known_steps
-    end = begin + TRAINING_FRACTION * 60 * minutes
-    end -= EXPORT_SECONDS if track.probes and track.live_mb else 0
+) -> TrainingStep:
+    """Set the length of the run; return the step, compiled if the run is long enough."""
+    track, length, seconds = run.config.track, step.state.length, deadline(run.config)
+    if seconds is None:
+        length.plan(run.config.train.epochs * step.schedule.steps_per_epoch)
+    if seconds is None or length.total_steps:
+        return compile_step(run, step, length.total_steps)
     # Classifying an image takes a third of the products of a training step.
     sample = step.schedule.small_fraction * sample_size(len(training))  # see `Validation`
     validated = (held_out + sample) / 3 if held_out else 0
+    end = begin + seconds - (EXPORT_SECONDS if track.probes and track.live_mb else 0)
     settings = end, track.milestones * track.probes, validated / len(training)
-    total_steps = _fit_budget(step, training, *settings)
-    step = compile_step(run, step, total_steps)
-    return step, _fit_budget(step, training, *settings) if step.compiled else total_steps
+    _fit_budget(step, training, *settings)
+    step = compile_step(run, step, length.total_steps)
+    if step.compiled:
+        _fit_budget(step, training, *settings)
+    return step
 
 
-def _build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
-    """Build the schedule of `train.epochs` epochs; smaller sides are multiples of `unit` pixels."""
+def _build_schedule(run: Run, num_images: int, unit: int, length: Length) -> Schedule:
+    """Build the schedule of a run; the sides of smaller images are multiples of `unit` pixels."""
     config, train = run.config, run.config.train
     began = None
     if run.checkpoint is not None:  # early versions used full batches only
@@ -149,7 +162,7 @@ def _build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
     per_epoch, batch_size = divide_epoch(num_images, train.batch_size, parts, began)
     full_size = run.preprocess.image_size
     return Schedule(
-        train.epochs * per_epoch, per_epoch, batch_size, full_size,
+        length, per_epoch, batch_size, full_size,
         small_size=scaled_size(full_size, train.small_scale, unit),
         small_fraction=train.small_share or 0.0, mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup, decay=config.optim.schedule,
@@ -158,29 +171,31 @@ def _build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
 
 def _fit_budget(
     step: TrainingStep, training: ImageSet, end: float, logged: int, validated: float
-) -> int:
-    """Return the number of steps, at least 1, that end by `end`.
+) -> None:
+    """Set the length of the run to as many steps, at least 1, as end by `end`.
 
     Meanwhile, `logged` maps are logged, and each step takes `validated` of its time for validation.
     """
     before = copy.deepcopy(step.state.state_dict())
-    seconds_per_step = mean_step_seconds(step, training)
+    costs = time_phases(step, training)
     step.state.load_state_dict(before)
-    steps = (end - time.perf_counter()) / (seconds_per_step * (1 + validated))
+    length = step.state.length
+    length.costs = costs
+    steps = (end - time.perf_counter()) / (length.seconds(0, 1) * (1 + validated))
     steps -= min(LOGGED_IMAGES * logged / step.schedule.batch_size, LOGGED_FRACTION * steps)
-    return int(step.world.agree(max(1, int(steps))))
+    length.plan(step.world.agree(max(1, int(steps))))
 
 
-def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
-    """Return the mean seconds per step of a whole run, timed in each phase; changes the state."""
+def time_phases(step: TrainingStep, training: ImageSet) -> tuple[tuple[float, float], ...]:
+    """Time steps in each phase of a run, for `Length.costs`; changes the state."""
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not the batch that each worker has in advance
         ahead = step.world.agree(training.images.num_workers)
         warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
-    schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)
+    schedule = dataclasses.replace(step.schedule, length=Length(TRIAL_LENGTH))
     trial = dataclasses.replace(step, schedule=schedule)
     draw = generator(step.seed, "trial")
-    seconds = 0.0
+    costs, end = [], 0.0
     for phase in schedule.phases():
         trial.state.step = phase.start
         shape = (warmup + timed, schedule.batch_size)
@@ -191,8 +206,9 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
                 result.sum().item()  # waits for the device
                 begin = time.perf_counter()
         result.sum().item()
-        seconds += phase.fraction * (time.perf_counter() - begin) / timed
-    return seconds
+        end += phase.fraction
+        costs.append((round(end, 9), (time.perf_counter() - begin) / timed))
+    return tuple(costs)
 
 
 def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:

@@ -49,7 +49,11 @@ class Loop:
     log_every: int  # steps between two points of the training curves
     max_skipped: int  # consecutive skipped steps after which the run gives up
     balanced: bool = False  # whether every class is drawn equally often
+    deadline: float | None = None  # seconds of training by which to end; None means at any time
     _since: float = 0.0  # time up to which state.seconds has counted
+    # Step and seconds at which the length of the run was chosen last. A resumed run compiles first,
+    # so its next tenth says nothing.
+    _chosen: tuple[int, float] | None = None
     _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # in seconds
 
     def run(self) -> None:
@@ -60,10 +64,11 @@ class Loop:
             Diverged: Too many consecutive steps were skipped, or weights are not finite.
         """
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
-        if state.step == 0:
+        self._since, first = time.perf_counter(), state.step
+        if first == 0:
             self.evaluate()
-        self._since = time.perf_counter()
-        first, before = state.step, state.seconds
+            self._chosen = 0, self._seconds()
+        before = self._seconds()
         with tqdm(
             total=schedule.total_steps, initial=first, unit="step", dynamic_ncols=True,
             disable=self.tracker is None or not sys.stderr.isatty(),
@@ -112,6 +117,8 @@ class Loop:
                 self._log(bar, schedule.batch_size * (number - logged) / (training - since))
                 logged, since = number, training
             measured = self.evaluate()
+            if self._keep_budget(bar):
+                return ""
             resumed = time.perf_counter()
         if number < len(batches):
             return ""
@@ -121,6 +128,29 @@ class Loop:
         if "val/accuracy" in measured:
             text += f"   validation {measured['val/accuracy']:6.2%}"
         return f"epoch {epoch + 1:>3}/{schedule.epochs}   {text}   {speed:,.0f} images/s"
+
+    def _seconds(self) -> float:
+        """Return the seconds of training until now."""
+        return self.step.state.seconds + time.perf_counter() - self._since
+
+    def _keep_budget(self, bar: "tqdm[NoReturn]") -> bool:
+        """After a tenth of the run, choose its length again; return whether it has changed."""
+        state, length, world = self.step.state, self.step.state.length, self.step.world
+        done, since = length.done(state.step), length.done(state.step - 1)
+        if self.deadline is None or int(10 * done) == int(10 * since) or done >= 1:
+            return False
+        now, before = self._seconds(), self._chosen
+        self._chosen = state.step, now
+        if before is None:
+            return False
+        steps, seconds = state.step - before[0], now - before[1]
+        slower = seconds / (steps * length.seconds(length.done(before[0]), done))
+        left = (self.deadline - now) / (slower * length.seconds(done, 1))
+        total_steps = world.agree(state.step + max(1, int(left)))
+        changed = total_steps != length.total_steps
+        length.change(state.step, total_steps)
+        bar.total = total_steps
+        return changed
 
     def _batches(self, epoch: int) -> Tensor:
         """Return the images of each step of an epoch up to the end of the run, int64 indices."""

@@ -1,9 +1,11 @@
-"""The schedule of a run: its length, and the image size, mixing and learning rate of each step."""
+"""The schedule of a run: the image size, mixing and learning rate of each step."""
 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+
+from vit.run.length import Length
 
 
 class Phase(NamedTuple):
@@ -16,9 +18,9 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of a run, as pure functions of the step."""
+    """The schedule of a run: functions of the step, and of the length of the run."""
 
-    total_steps: int  # optimizer steps in the run
+    length: Length  # of the run, in optimizer steps; shared with its state
     steps_per_epoch: int
     batch_size: int  # images per step, over all processes
     full_size: tuple[int, int]  # height and width of the images, in pixels
@@ -29,33 +31,41 @@ class Schedule:
     decay: str  # how the learning rate falls after that: "linear" or "cosine"
 
     @property
+    def total_steps(self) -> int:
+        """Optimizer steps in the run."""
+        return self.length.total_steps
+
+    @property
     def epochs(self) -> int:
         """Epochs in the run; the last one may be incomplete."""
         return -(-self.total_steps // self.steps_per_epoch)
 
     def image_size(self, step: int) -> tuple[int, int]:
         """Return the height and width of a step's images; small images come first."""
-        is_small = step < self.small_fraction * self.total_steps
-        return self.small_size if is_small else self.full_size
+        return self.size_at(self.length.done(step))
+
+    def size_at(self, done: float) -> tuple[int, int]:
+        """Return the height and width of images when a fraction of the run is done."""
+        return self.small_size if done < self.small_fraction else self.full_size
 
     def mixes(self, step: int) -> bool:
         """Tell whether a step may use mixup and cutmix; the last steps may not."""
-        return step < self.mix_fraction * self.total_steps
+        return self.length.done(step) < self.mix_fraction
 
     def lr_factor(self, step: int) -> float:
         """Return the learning rate of a step relative to its peak: up to 1, then down towards 0."""
-        total_steps, warmup_steps = self.total_steps, int(self.warmup * self.total_steps)
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        done = (step - warmup_steps) / (total_steps - warmup_steps)
-        return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        done, one = self.length.done(step), self.length.step_fraction
+        if done < self.warmup:
+            return (done + one) / (self.warmup + one)
+        fallen = (done - self.warmup) / (1 - self.warmup)
+        return 1 - fallen if self.decay == "linear" else (1 + math.cos(math.pi * fallen)) / 2
 
     def phases(self) -> list[Phase]:
         """List the phases of the run in order: they differ in image size or mixing."""
         phases = []
         for begin, end in pairwise(sorted({0.0, self.small_fraction, self.mix_fraction, 1.0})):
             start = math.ceil(begin * self.total_steps)
-            phases.append(Phase(start, end - begin, self.image_size(start)))
+            phases.append(Phase(start, end - begin, self.size_at(begin)))
         return phases
 
 

@@ -16,6 +16,7 @@ from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import classifier_layers
 from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint
+from vit.run.length import Length
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
 from vit.training.optim import build_optimizers, set_lr
@@ -23,7 +24,7 @@ from vit.training.start import Run
 from vit.training.teacher import warn_of_seen_images
 
 WHITENING_IMAGES = 500  # training images whose patches whiten the stem
-COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
+COUNTS = ("step", "seconds", "flop", "skipped", "skipped_in_a_row")  # of a TrainState
 
 
 @dataclass
@@ -35,7 +36,8 @@ class TrainState:
     ema: Any = None  # moving average of the weights (timm's ModelEmaV3), or None
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # of training, including the time before the run was interrupted
-    total_steps: int = 0  # in the whole run; 0 until it is known
+    length: Length = field(default_factory=Length)  # of the run
+    flop: float = 0.0  # of training so far, see `vit.training.flop`
     skipped: int = 0  # steps skipped because loss or gradient was not finite
     skipped_in_a_row: int = 0  # how many of the latest steps were skipped
     points: list[Tensor] = field(default_factory=list)  # loss and accuracy in the epoch, (2,) each
@@ -69,7 +71,8 @@ class TrainState:
     def counts(self) -> dict[str, Any]:
         """Return what `tensors` leaves out: the counts, and the points as a tensor (N, 2)."""
         points = torch.stack(self.points) if self.points else torch.empty(0, 2)
-        return {**{name: getattr(self, name) for name in COUNTS}, "points": points}
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return {**counts, **vars(self.length), "points": points}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; settings of the optimizers stay as configured."""
@@ -123,6 +126,7 @@ class TrainState:
         self.points = list(state["points"].to(next(self.model.parameters()).device))
         for name in COUNTS:
             setattr(self, name, state[name])
+        vars(self.length).update({name: state[name] for name in vars(self.length)})
 
     def is_finite(self) -> bool:
         """Tell whether all weights and their moving averages are finite, in this process's part."""

@@ -4,7 +4,7 @@ Shapes: B batch, C classes, H height, W width.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,7 @@ class TrainingStep:
     # What the head of a frozen model gets for each image, (N, D) float32; None if this changes.
     features: Tensor | None = None
     compiled: bool = False  # whether `forward` is
+    flop: dict[tuple[int, int], float] = field(default_factory=dict)  # of a step, by image size
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on a process's images (B, channels, H, W) uint8 and labels (B,) int64 of a batch.
@@ -62,6 +63,7 @@ class TrainingStep:
         step = self.state.step
         inputs, targets = self.prepare(images, labels)
         set_lr(self.state.optimizers, self.schedule.lr_factor(step))
+        self.state.flop += self.flop.get(self.schedule.image_size(step), 0.0)
         # For dropout in a timm model. The first process has the seed of a single-process run.
         seed = fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed
         torch.manual_seed(fold_in(seed, "dropout", step))

@@ -40,7 +40,7 @@ def load_teacher(run: Run, training: ImageSet, schedule: Schedule) -> Teacher | 
         saved = load(name, "cpu")
         if saved.run.resolve() == run.folder.resolve():
             raise ValueError(f"{name} is the run itself; train in another folder with --out")
-        _check(saved, run, training.classes, schedule.image_size(0))
+        _check(saved, run, training.classes, schedule.size_at(0.0))
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
     seen = saved.config, saved.fingerprint

@@ -1,0 +1,54 @@
+"""The length of a run: what is done stays done when it changes."""
+
+from itertools import pairwise
+
+import pytest
+
+from vit.run.length import EpochEnds, Length, Milestones
+
+
+def test_a_change_divides_the_rest_of_a_run_into_more_or_fewer_steps() -> None:
+    length = Length(100)
+    assert [length.done(step) for step in (0, 40, 100)] == [0, 0.4, 1]
+    length.change(40, 70)  # 0.6 in 30 steps
+    assert [length.done(step) for step in (40, 55, 70)] == pytest.approx([0.4, 0.7, 1])
+    assert [length.step_at(fraction) for fraction in (0.4, 0.7, 1)] == [40, 55, 70]
+    length.change(55, 155)  # 0.3 in 100
+    assert [length.done(step) for step in (55, 105, 155)] == pytest.approx([0.7, 0.85, 1])
+    assert length.step_fraction == pytest.approx(0.003)
+    before = vars(length).copy()
+    length.change(80, 155)
+    assert vars(length) == before
+    length.plan(50)
+    assert length == Length(50, planned_steps=50)
+
+
+def test_expected_seconds_are_means_over_parts() -> None:
+    length = Length(costs=((0.5, 1.0), (0.75, 3.0), (1.0, 5.0)))
+    assert length.seconds(0, 1) == pytest.approx(0.5 * 1 + 0.25 * 3 + 0.25 * 5)
+    assert length.seconds(0.4, 0.6) == pytest.approx(2)
+    assert length.seconds(0.9, 1) == 5 and length.seconds(0.1, 0.5) == 1
+
+
+def test_milestones_run_from_start_to_end() -> None:
+    assert [*Milestones(Length(3820), 10)] == [
+        0, 47, 189, 424, 755, 1179, 1698, 2311, 3018, 3820
+    ]  # fmt: skip
+    assert [*Milestones(Length(3820), 2)] == [0, 3820] and [*Milestones(Length(3820), 1)] == [3820]
+    for total in range(1, 1000):
+        for count in (2, 5, 10):
+            steps = [*Milestones(Length(total), count)]
+            assert steps[0] == 0 and steps[-1] == total and len(steps) <= count
+            assert all(type(step) is int for step in steps)
+            assert all(one < two for one, two in pairwise(steps))
+            assert len(steps) == count or total < count**2  # two milestones would coincide
+
+
+def test_what_happens_at_certain_steps_follows_the_length() -> None:
+    length = Length(25)
+    ends, milestones = EpochEnds(length, 10), Milestones(length, 6)
+    assert [step for step in range(26) if step in ends] == [10, 20, 25]
+    assert [*milestones] == [0, 1, 4, 9, 16, 25]
+    length.change(10, 40)
+    assert [step for step in range(41) if step in ends] == [10, 20, 30, 40]
+    assert [step for step in milestones if step > 10] == [22, 40] and 22 in milestones

@@ -1,0 +1,74 @@
+"""The floating-point operations of training, and how they compare with what the machine can do."""
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vit.hardware import local_processes
+from vit.training.step import TrainingStep
+
+PRODUCT = {"cpu": 2048}  # rows and columns of matrices whose products are timed
+LARGE_PRODUCT = 8192  # on other devices
+
+
+def flop_of_steps(step: TrainingStep) -> dict[tuple[int, int], float]:
+    """Count the FLOP of a step of all processes, by the size of its images.
+
+    These are the products and convolutions of the forward pass, twice as many of the backward pass,
+    and those of a teacher, as torch's FLOP counter counts them. What is computed again to save
+    memory does not count, nor what the optimizer computes.
+    """
+    state, schedule, flop = step.state, step.schedule, {}
+    for size in {schedule.small_size, schedule.full_size}:
+        shape = step.preprocess.channels, *size
+        if step.features is not None:
+            images = 3 * _forward_flop(step.forward, step.features.shape[1:])
+        else:
+            images = (1 if state.frozen else 3) * _forward_flop(state.structure(), shape)
+        if step.teacher is not None:
+            images += _forward_flop(step.teacher.classifier.model, shape)
+        flop[size] = schedule.batch_size * images
+    return flop
+
+
+def _forward_flop(model: nn.Module, shape: tuple[int, ...]) -> float:
+    """Count the FLOP of the forward pass of one input of a shape."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, device = copy.deepcopy(model).eval(), next(model.parameters()).device
+    # The counter does not know the fused kernels of all devices.
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(2, *shape, device=device))
+    return counter.get_total_flops() / 2
+
+
+def product_speed(device: torch.device, precision: torch.dtype, processes: int) -> float:
+    """Measure the FLOP/s that matrix products reach on all devices of some processes."""
+    size = PRODUCT.get(device.type, LARGE_PRODUCT)
+    matrix = torch.randn(size, size, device=device).to(precision)
+    seconds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    devices = processes // local_processes() if device.type == "cpu" else processes
+    return devices * 2 * size**3 / min(seconds)
+
+
+def account(step: TrainingStep, minutes: float | None) -> dict[str, Any]:
+    """Return what a finished run has done, for its report."""
+    state, schedule = step.state, step.schedule
+    speed = product_speed(next(state.model.parameters()).device, step.precision, step.world.size)
+    return {
+        "steps": state.step,
+        "planned_steps": state.length.planned_steps,
+        "epochs": state.step / schedule.steps_per_epoch,
+        "seconds": state.seconds,
+        "budget_minutes": minutes,
+        "pflop": state.flop / 1e15,
+        "of_products": state.flop / (state.seconds * speed),
+    }
