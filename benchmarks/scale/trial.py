@@ -39,11 +39,16 @@ def git(*words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def program(name: str, *words: str) -> str:
+    """Run train.py or eval.py; return what it prints."""
+    command = [sys.executable, str(REPOSITORY / name), *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def train(flags: list[str], seed: int, out: Path) -> tuple[float, float, float]:
     """Train a run; return its last accuracy in percent and loss, and the seconds it took."""
     words = ["--data.val_size", "5000", *flags, "--train.seed", str(seed), "--out", str(out)]
-    program = [sys.executable, str(REPOSITORY / "train.py"), *words]
-    printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    printed = program("train.py", *words)
     (minutes, seconds) = re.findall(r"^time +(\d+):(\d+) of training", printed, re.MULTILINE)[0]
     lines = map(json.loads, (out / METRICS_FILE).read_text().splitlines())
     last = [line for line in lines if "val/accuracy" in line][-1]

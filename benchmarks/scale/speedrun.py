@@ -1,0 +1,171 @@
+"""Records: accuracy on CIFAR-10 within a time budget, by the rules of docs/speedrun.md.
+
+    python -m benchmarks.scale.speedrun run NAME CLASS MINUTES [--seeds 0 1 2 3 4] FLAGS
+    python -m benchmarks.scale.speedrun verify NAME --seeds 5
+    python -m benchmarks.scale.speedrun table
+
+`run` trains with the FLAGS of train.py, evaluates each model with one view of the test images and
+with six, and writes benchmarks/records/NAME.json; finished runs in --runs are not repeated.
+`verify` trains a record's config with other seeds, and fails if their accuracy is lower than that
+of the record allows. `table` prints the table of docs/speedrun.md. A teacher is an earlier run, in
+whose name {seed} stands for the seed; its time counts.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+from scipy.stats import t as students_t
+from torch import nn
+
+from benchmarks.scale.trial import REPOSITORY, git, machine, program
+from benchmarks.tables import markdown, mean_of_runs, plus_minus
+from vit.model_file import load_saved
+from vit.run.folder import CONFIG_FILE, EVAL_FOLDER, METRICS_FILE, MODEL_FILE, REPORT_FILE
+from vit.training.messages import clock
+
+RECORDS = REPOSITORY / "benchmarks/records"
+CLASSES = ("hybrid", "plain", "taught")
+OVERTIME = 1.03  # of a budget
+SIX = "eval_six"  # folder in that of a run
+
+
+def train(flags: list[str], kind: str, minutes: float, seed: int, out: Path, root: str) -> Any:
+    """Train and evaluate a model unless that is finished; return what the record says of it.
+
+    Raises:
+        ValueError: The run took longer than the budget, or is not of the class.
+    """
+    places = ["--train.seed", str(seed), "--out", str(out), "--data.root", root]
+    filled = [flag.replace("{seed}", str(seed)) for flag in flags]
+    if not (out / MODEL_FILE).exists():
+        program("train.py", *filled, *places)
+    if not (out / SIX / REPORT_FILE).exists():
+        program("eval.py", str(out), "--views", "6", "--out", str(out / SIX), "--data.root", root)
+    single, six = (json.loads((out / at / REPORT_FILE).read_text()) for at in (EVAL_FOLDER, SIX))
+    spent, saved = single["training"], load_saved(out, "cpu")
+    teacher = saved.config.optim.teacher
+    if teacher is not None:
+        other = json.loads((Path(teacher) / EVAL_FOLDER / REPORT_FILE).read_text())["training"]
+        spent = {**spent, **{key: spent[key] + other[key] for key in ("seconds", "pflop")}}
+    if spent["seconds"] > OVERTIME * 60 * minutes:
+        raise ValueError(f"{out}: {clock(spent['seconds'])} is more than {minutes:g} minutes")
+    if (teacher is not None) != (kind == "taught"):
+        raise ValueError(f"{out}: a run with a teacher is taught, and others are not")
+    if kind == "plain":
+        if sum(isinstance(module, nn.Conv2d) for module in saved.model.modules()) != 1:
+            raise ValueError(f"{out}: a plain model has no convolution but that of the patches")
+        with tempfile.TemporaryDirectory() as folder:
+            program("eval.py", str(out), "export", "timm", "--out", f"{folder}/timm")
+    rows = map(json.loads, (out / METRICS_FILE).read_text().splitlines())
+    curve = [[row["step"], row["val/accuracy"]] for row in rows if "val/accuracy" in row]
+    return {
+        "seed": seed, "accuracy": single["accuracy"], "six_views": six["accuracy"],
+        **{key: spent[key] for key in ("seconds", "epochs", "steps", "pflop", "of_products")},
+        "held_out_accuracy": curve,
+    }  # fmt: skip
+
+
+def run(given: argparse.Namespace, flags: list[str]) -> None:
+    """Train a recipe with several seeds, and write the record."""
+    path = RECORDS / f"{given.name}.json"
+    outs = [given.runs / f"{given.name}_{seed}" for seed in given.seeds]
+    if path.exists():
+        raise ValueError(f"{path} is a record, and never changes; choose another name")
+    about = given.kind, given.minutes
+    runs = [
+        train(flags, *about, seed, out, given.root)
+        for seed, out in zip(given.seeds, outs, strict=True)
+    ]
+    config = yaml.safe_load((outs[0] / CONFIG_FILE).read_text())
+    del config["out"], config["train"]["seed"], config["data"]["root"]
+    commit = git("rev-parse", "--short", "HEAD")
+    record = {
+        "class": given.kind, "minutes": given.minutes, "date": str(date.today()), "commit": commit,
+        "machine": machine(), "flags": flags, "config": config, "runs": runs,
+    }  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(table([path]))
+
+
+def verify(given: argparse.Namespace) -> None:
+    """Train the config of a record with other seeds, and compare their accuracy."""
+    record = json.loads((RECORDS / f"{given.name}.json").read_text())
+    accuracies = [run["accuracy"] for run in record["runs"]]
+    count, mean = len(accuracies), statistics.mean(accuracies)
+    # The lower end of the 95% interval of one more run.
+    width = float(students_t.ppf(0.975, count - 1)) * math.sqrt(1 + 1 / count)
+    lowest = mean - width * statistics.stdev(accuracies)
+    for seed in given.seeds:
+        out = given.runs / f"{given.name}_{seed}"
+        about = record["flags"], record["class"], record["minutes"]
+        accuracy = train(*about, seed, out, given.root)["accuracy"]
+        print(f"seed {seed}: {accuracy:.2%}, record {mean:.2%}, at least {lowest:.2%} expected")
+        if accuracy < lowest:
+            raise ValueError(f"{given.name}: {accuracy:.2%} is below {lowest:.2%}")
+
+
+def table(paths: list[Path]) -> str:
+    """Format records as the table of docs/speedrun.md."""
+    records = {path.stem: json.loads(path.read_text()) for path in paths}
+    order = sorted(
+        records, key=lambda n: (CLASSES.index(records[n]["class"]), records[n]["minutes"], n)
+    )
+
+    def cells(name: str) -> list[str]:
+        record, runs = records[name], records[name]["runs"]
+        single, six = ([100 * run[key] for run in runs] for key in ("accuracy", "six_views"))
+        return [
+            record["class"], f"{record['minutes']:g}",
+            f"[{name}](../benchmarks/records/{name}.json)",
+            ", ".join(clock(run["seconds"]) for run in runs),
+            f"{statistics.mean(run['epochs'] for run in runs):.1f}",
+            f"{statistics.mean(run['pflop'] for run in runs):.3g}",
+            ", ".join(f"{value:.2f}" for value in single),
+            plus_minus(*mean_of_runs(single), ".2f"), plus_minus(*mean_of_runs(six), ".2f"),
+            f"{record['date']}, {record['commit']}, {record['machine']}",
+        ]  # fmt: skip
+
+    heads = ["class", "minutes", "record", "training time", "epochs", "PFLOP"]
+    heads += ["accuracy, %", "mean", "mean, six views", "date, commit, machine"]
+    return markdown(heads, map(cells, order))
+
+
+def main() -> None:
+    """Set or verify a record, or print all of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("run", "verify", "table"):
+        part = commands.add_parser(command)
+        if command == "table":
+            continue
+        part.add_argument("name")
+        if command == "run":
+            part.add_argument("kind", choices=CLASSES)
+            part.add_argument("minutes", type=float)
+        seeds = [0, 1, 2, 3, 4] if command == "run" else [5]
+        part.add_argument("--seeds", type=int, nargs="+", default=seeds)
+        part.add_argument("--runs", type=Path, default=Path("runs/speedrun"))
+        part.add_argument("--root", default="data")
+    given, flags = parser.parse_known_args()
+    try:
+        if given.command == "run":
+            run(given, flags)
+        elif given.command == "verify":
+            verify(given)
+        else:
+            print(table(sorted(RECORDS.glob("*.json"))))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
