@@ -32,7 +32,7 @@ def test_expected_seconds_are_means_over_parts() -> None:
 
 def test_milestones_run_from_start_to_end() -> None:
     assert [*Milestones(Length(3820), 10)] == [
-        0, 47, 189, 424, 755, 1179, 1698, 2311, 3018, 3820
+        0, 48, 189, 425, 755, 1180, 1698, 2311, 3019, 3820
     ]  # fmt: skip
     assert [*Milestones(Length(3820), 2)] == [0, 3820] and [*Milestones(Length(3820), 1)] == [3820]
     for total in range(1, 1000):
@@ -52,3 +52,17 @@ def test_what_happens_at_certain_steps_follows_the_length() -> None:
     length.change(10, 40)
     assert [step for step in range(41) if step in ends] == [10, 20, 30, 40]
     assert [step for step in milestones if step > 10] == [22, 40] and 22 in milestones
+
+
+def test_no_milestone_is_missed_or_repeated_when_the_length_changes() -> None:
+    """Of a number of steps, at a step, to another number."""
+    for total, changed, later in (
+        (20, 3, 8), (20, 3, 60), (25, 3, 8), (25, 17, 18), (100, 7, 300), (100, 40, 70)
+    ):  # fmt: skip
+        length = Length(total)
+        milestones, logged = Milestones(length, 6), 0
+        for step in range(later + 1):
+            logged += step in milestones
+            if step == changed:
+                length.change(step, later)
+        assert logged == 6

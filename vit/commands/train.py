@@ -2,7 +2,8 @@
 
 A run is a function of its config: all random numbers are derived from the seed and the step. On a
 CPU, with the same number of processes and threads, a run that is interrupted and resumed is bit for
-bit identical to an uninterrupted one; on a GPU, up to the order in which kernels add.
+bit identical to an uninterrupted one; on a GPU, up to the order in which kernels add. With a time
+budget, the clock decides how many steps follow.
 """
 
 import contextlib

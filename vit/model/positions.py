@@ -78,8 +78,10 @@ class BiasPositions(Positions):
         """Return what is added to the scores of each head, (H, N, N)."""
         bias = self.relative_position_bias_table[self.index(grid)].permute(2, 0, 1)
         bias = bias.contiguous()  # which scores are added to faster
-        # torch.compile makes a tensor for this, and does not look up numbers again for each image.
-        return bias.as_strided(bias.shape, bias.stride())
+        if torch.compiler.is_dynamo_compiling():
+            # Then it is stored as a tensor; otherwise it would be looked up again for each image.
+            return bias.as_strided(bias.shape, bias.stride())
+        return bias
 
     @torch.no_grad()
     def tabulate(self, bias: Tensor) -> Tensor:

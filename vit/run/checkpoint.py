@@ -24,7 +24,17 @@ from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
 from vit.files import require_file, seal, unseal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
-from vit.settings import CHECKED, LARGE, ClassNames, Fraction, Steps, Text, group, parse
+from vit.settings import (
+    CHECKED,
+    LARGE,
+    ClassNames,
+    FractionAbove0,
+    FractionBelow1,
+    Steps,
+    Text,
+    group,
+    parse,
+)
 
 CHECKPOINT_FOLDER = "checkpoints"
 FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders
@@ -56,6 +66,7 @@ def _as_pairs(value: Any) -> Tensor:
 
 
 AtLeast0 = Annotated[float, Field(ge=0)]
+StepSeconds = Annotated[float, Field(ge=1e-9, le=LARGE)]
 Pairs = Annotated[Tensor, BeforeValidator(_as_pairs)]  # losses and accuracies, (N, 2)
 
 
@@ -75,12 +86,12 @@ class Checkpoint:
     optimizers: list[dict[str, Any]] = field(default_factory=list)  # the state of each
     points: Pairs = field(default_factory=lambda: torch.empty(0, 2))  # of each step of this epoch
     seconds: AtLeast0 = 0.0  # of training so far
-    flop: AtLeast0 = 0.0  # of training so far
+    flop: AtLeast0 | None = None  # of training so far; None if part of it is unknown
     total_steps: Steps | None = None  # for this and the next four, see `vit.run.length`
     planned_steps: Steps = 0
     changed_at: Steps = 0
-    changed_done: Fraction = 0.0
-    costs: tuple[tuple[Fraction, AtLeast0], ...] = ()
+    changed_done: FractionBelow1 = 0.0
+    costs: tuple[tuple[FractionAbove0, StepSeconds], ...] = ()
     skipped: Steps = 0  # steps whose loss or gradient was not finite
     skipped_in_a_row: Steps = 0  # of the latest steps
     num_images: Steps = 0  # for training
@@ -88,6 +99,13 @@ class Checkpoint:
     environment: Environment = field(default_factory=Environment)
     preprocess: Preprocess | None = None
     folder: Path | None = None  # with the tensors of a sharded run; the fields may lack them
+
+    def __post_init__(self) -> None:
+        edges = [edge for edge, _ in self.costs]
+        if edges and (edges != sorted(edges) or edges[-1] < 1):
+            raise ValueError(f"costs: {edges} must ascend to 1")
+        if self.total_steps and self.changed_at > min(self.step, self.total_steps - 1):
+            raise ValueError(f"changed_at: {self.changed_at} must be at most {self.step}, a step")
 
 
 def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> None:

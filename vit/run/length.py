@@ -3,6 +3,7 @@
 What happens at certain steps asks for them each time.
 """
 
+import math
 from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,11 +17,11 @@ class Length:
     """
 
     total_steps: int = 0  # of the whole run; 0 until they are known
-    planned_steps: int = 0  # the first such number
+    planned_steps: int = 0  # the first such number; 0 in checkpoints of earlier versions
     changed_at: int = 0  # the step at which the number changed last
     changed_done: float = 0.0  # the fraction of the run that was done then
     # Parts of a run whose steps cost the same: the fraction of the run at which each ends, and the
-    # seconds of a step, expected when the run began.
+    # seconds of a step, expected when the run began. Without a time budget there are none.
     costs: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -30,13 +31,13 @@ class Length:
 
     def done(self, step: int) -> float:
         """Return the fraction of the run that is done after a number of steps, 0 to 1."""
-        rest = self.total_steps - self.changed_at
-        return self.changed_done + (1 - self.changed_done) * (step - self.changed_at) / rest
+        rest = (step - self.changed_at) / (self.total_steps - self.changed_at)
+        return self.changed_done + (1 - self.changed_done) * rest
 
     def step_at(self, fraction: float) -> int:
-        """Return the step after which a fraction of the run is done."""
+        """Return the first step after which a fraction of the run is done."""
         rest = (fraction - self.changed_done) / (1 - self.changed_done)
-        return self.changed_at + round(rest * (self.total_steps - self.changed_at))
+        return self.changed_at + math.ceil(rest * (self.total_steps - self.changed_at) - 1e-9)
 
     def plan(self, total_steps: int) -> None:
         """Set the number of steps as if it had never changed."""
@@ -51,10 +52,10 @@ class Length:
 
     def seconds(self, begin: float, end: float) -> float:
         """Return the expected mean seconds of a step between two fractions of the run."""
-        inner = [edge for edge, _ in self.costs if begin < edge < end]
-        parts = list(pairwise([begin, *inner, end]))
-        cost = [next(seconds for edge, seconds in self.costs if edge >= b) for _, b in parts]
-        return sum((b - a) * c for (a, b), c in zip(parts, cost, strict=True)) / (end - begin)
+        edges = pairwise([0.0, *(edge for edge, _ in self.costs)])
+        parts = [max(0.0, min(end, last) - max(begin, first)) for first, last in edges]
+        costs = (seconds for _, seconds in self.costs)
+        return sum(a * b for a, b in zip(parts, costs, strict=True)) / (end - begin)
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Milestones(Collection[int]):
 
     def __iter__(self) -> Iterator[int]:
         # They are denser at the start, where attention changes fastest.
-        few = self.count == 1
-        fractions = [1.0] if few else [(n / (self.count - 1)) ** 2 for n in range(self.count)]
+        last = self.count - 1
+        fractions = [(n / last) ** 2 for n in range(self.count)] if last else [1.0]
         return iter(sorted({self.length.step_at(fraction) for fraction in fractions}))
 
     def __contains__(self, step: object) -> bool:

@@ -81,7 +81,8 @@ def build_step(
     """
     state, begin = start_state(run, training, source), time.perf_counter() - run.seconds
     step = _assemble_step(run, training, state)
-    step = dataclasses.replace(step, flop=flop_of_steps(step))
+    if run.world.main:
+        step = dataclasses.replace(step, flop=flop_of_steps(step))
     step = _choose_length(run, step, training, held_out, begin)
     total_steps = state.length.total_steps
     state.seconds += run.world.agree(time.perf_counter() - begin)

@@ -20,18 +20,26 @@ def flop_of_steps(step: TrainingStep) -> dict[tuple[int, int], float]:
 
     These are the products and convolutions of the forward pass, twice as many of the backward pass,
     and those of a teacher, as torch's FLOP counter counts them. What is computed again to save
-    memory does not count, nor what the optimizer computes.
+    memory does not count, nor what the optimizer computes. There are none of a model that the
+    counter does not understand, such as one with attention of the user.
     """
-    state, schedule, flop = step.state, step.schedule, {}
+    schedule, flop = step.schedule, {}
     for size in {schedule.small_size, schedule.full_size}:
-        shape = step.preprocess.channels, *size
-        if step.features is not None:
-            images = 3 * _forward_flop(step.forward, step.features.shape[1:])
-        else:
-            images = (1 if state.frozen else 3) * _forward_flop(state.structure(), shape)
-        if step.teacher is not None:
-            images += _forward_flop(step.teacher.classifier.model, shape)
-        flop[size] = schedule.batch_size * images
+        try:
+            flop[size] = schedule.batch_size * _flop_of_image(step, size)
+        except Exception:  # of any kind, from the code of others
+            return {}
+    return flop
+
+
+def _flop_of_image(step: TrainingStep, size: tuple[int, int]) -> float:
+    """Count the FLOP of a step for one image."""
+    state, shape = step.state, (step.preprocess.channels, *size)
+    if step.features is not None:
+        return 3 * _forward_flop(step.forward, step.features.shape[1:])
+    flop = (1 if state.frozen else 3) * _forward_flop(state.structure(), shape)
+    if step.teacher is not None:
+        flop += _forward_flop(step.teacher.classifier.model, shape)
     return flop
 
 
@@ -49,7 +57,7 @@ def _forward_flop(model: nn.Module, shape: tuple[int, ...]) -> float:
 def product_speed(device: torch.device, precision: torch.dtype, processes: int) -> float:
     """Measure the FLOP/s that matrix products reach on all devices of some processes."""
     size = PRODUCT.get(device.type, LARGE_PRODUCT)
-    matrix = torch.randn(size, size, device=device).to(precision)
+    matrix = torch.randn(size, size, device=device, dtype=precision)
     seconds = []
     for _ in range(4):
         begin = time.perf_counter()
@@ -69,6 +77,6 @@ def account(step: TrainingStep, minutes: float | None) -> dict[str, Any]:
         "epochs": state.step / schedule.steps_per_epoch,
         "seconds": state.seconds,
         "budget_minutes": minutes,
-        "pflop": state.flop / 1e15,
-        "of_products": state.flop / (state.seconds * speed),
+        "pflop": None if state.flop is None else state.flop / 1e15,
+        "of_products": None if state.flop is None else state.flop / (state.seconds * speed),
     }

@@ -26,6 +26,8 @@ from vit.run.tracker import Tracker
 from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep
 
+MOST_STEPS = 10**9  # that a run with a time budget may still have to make
+
 
 @contextlib.contextmanager
 def evaluating() -> Iterator[None]:
@@ -97,7 +99,7 @@ class Loop:
         return Classifier(model, step.preprocess, step.classes, device, step.precision)
 
     def _train_epoch(self, bar: "tqdm[NoReturn]") -> str:
-        """Train to the end of the epoch or of the run; return what to print, "" after a signal."""
+        """Train to the end of the epoch or of the run; return what to print, "" if interrupted."""
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
         batches = self._batches(epoch)
@@ -117,8 +119,12 @@ class Loop:
                 self._log(bar, schedule.batch_size * (number - logged) / (training - since))
                 logged, since = number, training
             measured = self.evaluate()
-            if self._keep_budget(bar):
-                return ""
+            before = schedule.total_steps
+            self._keep_budget(bar)
+            lengths = {before, schedule.total_steps}
+            end_of_epoch = (epoch + 1) * schedule.steps_per_epoch
+            if len(lengths) > 1 and min(lengths) < end_of_epoch and number < len(batches):
+                return ""  # the epoch goes on with other batches
             resumed = time.perf_counter()
         if number < len(batches):
             return ""
@@ -133,24 +139,23 @@ class Loop:
         """Return the seconds of training until now."""
         return self.step.state.seconds + time.perf_counter() - self._since
 
-    def _keep_budget(self, bar: "tqdm[NoReturn]") -> bool:
-        """After a tenth of the run, choose its length again; return whether it has changed."""
-        state, length, world = self.step.state, self.step.state.length, self.step.world
-        done, since = length.done(state.step), length.done(state.step - 1)
-        if self.deadline is None or int(10 * done) == int(10 * since) or done >= 1:
-            return False
-        now, before = self._seconds(), self._chosen
-        self._chosen = state.step, now
-        if before is None:
-            return False
-        steps, seconds = state.step - before[0], now - before[1]
-        slower = seconds / (steps * length.seconds(length.done(before[0]), done))
-        left = (self.deadline - now) / (slower * length.seconds(done, 1))
-        total_steps = world.agree(state.step + max(1, int(left)))
-        changed = total_steps != length.total_steps
-        length.change(state.step, total_steps)
-        bar.total = total_steps
-        return changed
+    def _keep_budget(self, bar: "tqdm[NoReturn]") -> None:
+        """After a tenth of the run, choose its length again, from the time that the tenth took."""
+        step, length = self.step.state.step, self.step.state.length
+        done, before = length.done(step), length.done(step - 1)
+        if self.deadline is None or not length.costs or step >= length.total_steps:
+            return
+        if int(10 * done) == int(10 * before):
+            return
+        now, chosen = self._seconds(), self._chosen
+        self._chosen = step, now
+        if chosen is None:
+            return
+        first, began = chosen
+        expected = (step - first) * length.seconds(length.done(first), done)
+        left = (self.deadline - now) / length.seconds(done, 1) * expected / (now - began)
+        length.change(step, self.step.world.agree(step + int(min(max(1, left), MOST_STEPS))))
+        bar.total = length.total_steps
 
     def _batches(self, epoch: int) -> Tensor:
         """Return the images of each step of an epoch up to the end of the run, int64 indices."""

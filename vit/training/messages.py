@@ -117,14 +117,17 @@ def end_text(run: Path, result: dict[str, Any], has_maps: bool, variant: str) ->
     command = f"{program('eval')} {argument(run)}"
     low, high = result["accuracy_95"]
     trained = result["training"]
-    compute = f"{trained['pflop']:.3g} PFLOP, {trained['of_products']:.0%} of what products reach"
+    compute = ""
+    if trained["pflop"] is not None:
+        ratio = f"{trained['of_products']:.0%} of what products reach"
+        compute = f", {trained['pflop']:.3g} PFLOP, {ratio}"
     page = f" export html{flag}  # attention as a page" if has_maps else flag
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
         f"\ntest     {result['accuracy']:.2%} accuracy on {result['n']:,} images "
         f"(95% interval {low:.2%} to {high:.2%}), {balanced}loss {result['loss']:.4f}\n"
-        f"time     {clock(trained['seconds'])} of training, {compute}\n"
+        f"time     {clock(trained['seconds'])} of training{compute}\n"
         f"wrote    {printable(run / MODEL_FILE)}, {printable(run / EVAL_FOLDER / REPORT_FILE)}, "
         f"{printable(run / EVAL_FOLDER / PREDICTIONS_FILE)}, {printable(run / EVAL_FOLDER)}/*.png\n"
         f"next     {command}{page}\n"

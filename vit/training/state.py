@@ -37,7 +37,7 @@ class TrainState:
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # of training, including the time before the run was interrupted
     length: Length = field(default_factory=Length)  # of the run
-    flop: float = 0.0  # of training so far, see `vit.training.flop`
+    flop: float | None = 0.0  # of training so far, see `vit.training.flop`; None if unknown
     skipped: int = 0  # steps skipped because loss or gradient was not finite
     skipped_in_a_row: int = 0  # how many of the latest steps were skipped
     points: list[Tensor] = field(default_factory=list)  # loss and accuracy in the epoch, (2,) each

@@ -51,7 +51,8 @@ class TrainingStep:
     # What the head of a frozen model gets for each image, (N, D) float32; None if this changes.
     features: Tensor | None = None
     compiled: bool = False  # whether `forward` is
-    flop: dict[tuple[int, int], float] = field(default_factory=dict)  # of a step, by image size
+    # FLOP of a step by image size, in the main process, where they could be counted.
+    flop: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on a process's images (B, channels, H, W) uint8 and labels (B,) int64 of a batch.
@@ -63,7 +64,9 @@ class TrainingStep:
         step = self.state.step
         inputs, targets = self.prepare(images, labels)
         set_lr(self.state.optimizers, self.schedule.lr_factor(step))
-        self.state.flop += self.flop.get(self.schedule.image_size(step), 0.0)
+        if self.state.flop is not None:
+            flop = self.flop.get(self.schedule.image_size(step))
+            self.state.flop = None if flop is None else self.state.flop + flop
         # For dropout in a timm model. The first process has the seed of a single-process run.
         seed = fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed
         torch.manual_seed(fold_in(seed, "dropout", step))
