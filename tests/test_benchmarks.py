@@ -21,6 +21,7 @@ from benchmarks.maps.randomization import (
     rank_correlation,
     stages,
 )
+from benchmarks.scale import speedrun
 from models import PLAIN, save_untrained
 from vit.data.shapes import draw_shapes
 from vit.model.vit import VisionTransformer
@@ -221,6 +222,13 @@ def test_functions_take_turns_after_a_round_of_warm_up() -> None:
     calls: list[str] = []
     works = {name: partial(calls.append, name) for name in "ab"}
     assert list(timing.take_turns(works, rounds=2)) == ["a", "b"] and calls == ["a", "b"] * 3
+
+
+def test_the_table_of_records_is_that_of_their_files() -> None:
+    paths = sorted(speedrun.RECORDS.glob("*.json"))
+    assert paths
+    page = (speedrun.REPOSITORY / "docs/speedrun.md").read_text()
+    assert page.endswith(f"\n{speedrun.table(paths)}\n")
 
 
 def test_tables_by_hand() -> None:

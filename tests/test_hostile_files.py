@@ -234,6 +234,21 @@ def test_every_field_of_a_checkpoint_that_is_a_folder(model: Path, tmp_path: Pat
     assert read_checkpoint(folder, tensors=False).step == 1
 
 
+def test_the_length_in_a_checkpoint_is_one_that_a_run_can_have(model: Path) -> None:
+    """Others would divide by zero, raise weights instead of lowering the loss, or never end."""
+    costs = (0.5, 1.0), (1.0, 2.0)
+    length = {"step": 5, "total_steps": 10, "changed_at": 5, "changed_done": 0.4, "costs": costs}
+    values = vars(checkpoint_of(model)) | length
+    assert Checkpoint(**values).costs == costs
+    for change in (
+        {"changed_at": 6}, {"step": 10, "changed_at": 10}, {"changed_done": 1.0},
+        {"costs": costs[:1]}, {"costs": costs[::-1]}, {"costs": ((1.0, 0.0),)},
+        {"costs": ((1.0, 1e300),)},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^{[*change][-1]}"):
+            Checkpoint(**values | change)
+
+
 def test_every_field_of_a_runs_config(tmp_path: Path) -> None:
     config = small(tmp_path / "run")
     run, plain = tmp_path / "run", json.loads(json.dumps(to_dict(config)))

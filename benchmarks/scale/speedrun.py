@@ -35,6 +35,7 @@ RECORDS = REPOSITORY / "benchmarks/records"
 CLASSES = ("hybrid", "plain", "taught")
 OVERTIME = 1.03  # of a budget
 SIX = "eval_six"  # folder in that of a run
+FEWEST = 5  # seeds of a record
 
 
 def train(flags: list[str], kind: str, minutes: float, seed: int, out: Path, root: str) -> Any:
@@ -55,6 +56,9 @@ def train(flags: list[str], kind: str, minutes: float, seed: int, out: Path, roo
     if teacher is not None:
         other = json.loads((Path(teacher) / EVAL_FOLDER / REPORT_FILE).read_text())["training"]
         spent = {**spent, **{key: spent[key] + other[key] for key in ("seconds", "pflop")}}
+    config = saved.config
+    if (config.data.name, config.model.name, config.model.pretrained) != ("cifar10", "vit", None):
+        raise ValueError(f"{out}: a record is of CIFAR-10, our model, and from scratch")
     if spent["seconds"] > OVERTIME * 60 * minutes:
         raise ValueError(f"{out}: {clock(spent['seconds'])} is more than {minutes:g} minutes")
     if (teacher is not None) != (kind == "taught"):
@@ -77,6 +81,8 @@ def run(given: argparse.Namespace, flags: list[str]) -> None:
     """Train a recipe with several seeds, and write the record."""
     path = RECORDS / f"{given.name}.json"
     outs = [given.runs / f"{given.name}_{seed}" for seed in given.seeds]
+    if len(given.seeds) < FEWEST:
+        raise ValueError(f"--seeds: a record has at least {FEWEST}")
     if path.exists():
         raise ValueError(f"{path} is a record, and never changes; choose another name")
     about = given.kind, given.minutes
@@ -86,7 +92,7 @@ def run(given: argparse.Namespace, flags: list[str]) -> None:
     ]
     config = yaml.safe_load((outs[0] / CONFIG_FILE).read_text())
     del config["out"], config["train"]["seed"], config["data"]["root"]
-    commit = git("rev-parse", "--short", "HEAD")
+    commit = git("describe", "--always", "--dirty", "--exclude=*")
     record = {
         "class": given.kind, "minutes": given.minutes, "date": str(date.today()), "commit": commit,
         "machine": machine(), "flags": flags, "config": config, "runs": runs,
@@ -105,7 +111,7 @@ def verify(given: argparse.Namespace) -> None:
     width = float(students_t.ppf(0.975, count - 1)) * math.sqrt(1 + 1 / count)
     lowest = mean - width * statistics.stdev(accuracies)
     for seed in given.seeds:
-        out = given.runs / f"{given.name}_{seed}"
+        out = given.runs / f"{given.name}_verify_{seed}"
         about = record["flags"], record["class"], record["minutes"]
         accuracy = train(*about, seed, out, given.root)["accuracy"]
         print(f"seed {seed}: {accuracy:.2%}, record {mean:.2%}, at least {lowest:.2%} expected")
@@ -156,6 +162,8 @@ def main() -> None:
         part.add_argument("--runs", type=Path, default=Path("runs/speedrun"))
         part.add_argument("--root", default="data")
     given, flags = parser.parse_known_args()
+    if flags and given.command != "run":
+        parser.error(f"{given.command} takes no flags of train.py")
     try:
         if given.command == "run":
             run(given, flags)
