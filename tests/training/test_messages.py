@@ -54,6 +54,12 @@ def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
         text = end_text(Path("runs/x"), result | SPENT, has_maps=True, variant="dot")
         assert ("balanced accuracy 100.00%, loss" in text) == expected
         assert "\ntime     1:02 of training, 0.0123 PFLOP, 25% of what products reach\n" in text
+    few = {"training": {**SPENT["training"], "pflop": 0.0000123}}
+    assert ", 0.0123 TFLOP, " in end_text(Path("runs/x"), result | few, True, "dot")
+    unknown = {"training": {**SPENT["training"], "pflop": None}}
+    assert "\ntime     1:02 of training\n" in end_text(
+        Path("runs/x"), result | unknown, True, "dot"
+    )
 
 
 def test_suggested_commands_can_be_copied_into_a_shell(tmp_path: Path) -> None:
