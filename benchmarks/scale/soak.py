@@ -153,6 +153,7 @@ def left_behind(run: Path) -> dict[str, Any]:
     newest = latest_checkpoint(run)
     assert newest is not None
     report = json.loads((run / "eval" / "report.json").read_text())
+    training = report.pop("training")
     events = EventAccumulator(str(run), size_guidance={"scalars": 0, "images": 0}).Reload()
     curves = {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
@@ -171,6 +172,7 @@ def left_behind(run: Path) -> dict[str, Any]:
         "curves": curves,
         "pictures": pictures,
         "report": {k: v for k, v in report.items() if k != "images_per_second"},
+        "training": {k: v for k, v in training.items() if k not in ("seconds", "of_products")},
     }
 
 

@@ -190,7 +190,7 @@ def test_budget_sets_the_schedule_and_a_resumed_run_is_what_it_would_have_been(
     assert clock.now == (2 * 15 + 31) * 1000.0
     assert steps_of(tmp_path / "run")[-2:] == [30, 31]
     rates = {row["step"]: row["train/lr"] for row in metrics(tmp_path / "run") if "train/lr" in row}
-    assert rates[31] == pytest.approx(2e-3 * (25 / 28) / 28 / 0.95)
+    assert rates[31] == pytest.approx(2e-3 * (25 / 28) / 27)
     report = json.loads((tmp_path / "run/eval/report.json").read_text())
     names = ("planned_steps", "steps", "epochs", "seconds")
     assert [report["training"][name] for name in names] == [28, 31, 31 / 5, 61_000]

@@ -55,9 +55,11 @@ class Schedule:
     def lr_factor(self, step: int) -> float:
         """Return the learning rate of a step relative to its peak: up to 1, then down towards 0."""
         done, one = self.length.done(step), self.length.step_fraction
-        if done < self.warmup:
-            return (done + one) / (self.warmup + one)
-        fallen = (done - self.warmup) / (1 - self.warmup)
+        planned = self.length.planned_steps or self.length.total_steps
+        warmup = int(self.warmup * planned) / planned  # in whole steps
+        if done < warmup:
+            return (done + one) / (warmup + one)
+        fallen = (done - warmup) / (1 - warmup)
         return 1 - fallen if self.decay == "linear" else (1 + math.cos(math.pi * fallen)) / 2
 
     def phases(self) -> list[Phase]:
