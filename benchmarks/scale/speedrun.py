@@ -25,7 +25,7 @@ import yaml
 from scipy.stats import t as students_t
 from torch import nn
 
-from benchmarks.scale.trial import REPOSITORY, git, machine, program
+from benchmarks.scale.trial import REPOSITORY, commit, machine, program
 from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.model_file import load_saved
 from vit.run.folder import CONFIG_FILE, EVAL_FOLDER, METRICS_FILE, MODEL_FILE, REPORT_FILE
@@ -52,11 +52,10 @@ def train(flags: list[str], kind: str, minutes: float, seed: int, out: Path, roo
         program("eval.py", str(out), "--views", "6", "--out", str(out / SIX), "--data.root", root)
     single, six = (json.loads((out / at / REPORT_FILE).read_text()) for at in (EVAL_FOLDER, SIX))
     spent, saved = single["training"], load_saved(out, "cpu")
-    teacher = saved.config.optim.teacher
+    config, teacher = saved.config, saved.config.optim.teacher
     if teacher is not None:
         other = json.loads((Path(teacher) / EVAL_FOLDER / REPORT_FILE).read_text())["training"]
         spent = {**spent, **{key: spent[key] + other[key] for key in ("seconds", "pflop")}}
-    config = saved.config
     if (config.data.name, config.model.name, config.model.pretrained) != ("cifar10", "vit", None):
         raise ValueError(f"{out}: a record is of CIFAR-10, our model, and from scratch")
     if spent["seconds"] > OVERTIME * 60 * minutes:
@@ -92,10 +91,9 @@ def run(given: argparse.Namespace, flags: list[str]) -> None:
     ]
     config = yaml.safe_load((outs[0] / CONFIG_FILE).read_text())
     del config["out"], config["train"]["seed"], config["data"]["root"]
-    commit = git("describe", "--always", "--dirty", "--exclude=*")
     record = {
-        "class": given.kind, "minutes": given.minutes, "date": str(date.today()), "commit": commit,
-        "machine": machine(), "flags": flags, "config": config, "runs": runs,
+        "class": given.kind, "minutes": given.minutes, "date": str(date.today()),
+        "commit": commit(), "machine": machine(), "flags": flags, "config": config, "runs": runs,
     }  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -39,6 +39,12 @@ def git(*words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def commit() -> str:
+    """Return the commit of this repository, and whether what trains has been changed since."""
+    changed = git("status", "--porcelain", "--", "vit", "configs", "train.py")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+
+
 def program(name: str, *words: str) -> str:
     """Run train.py or eval.py; return what it prints."""
     command = [sys.executable, str(REPOSITORY / name), *words]
@@ -64,13 +70,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [train(flags, seed, Path(folder) / f"{seed}") for seed in given.seeds]
     accuracies, losses, seconds = zip(*runs, strict=True)
-    commit = git("rev-parse", "--short", "HEAD")
-    commit += "-dirty" if git("status", "--porcelain", "--", "vit", "configs", "train.py") else ""
     numbers = [spread(accuracies), spread(losses, ".3f")] if len(runs) > 1 else [
         f"{accuracies[0]:.2f}", f"{losses[0]:.3f}"
     ]  # fmt: skip
     cells = [
-        str(date.today()), commit, given.what, f"`{' '.join(flags)}`", machine(),
+        str(date.today()), commit(), given.what, f"`{' '.join(flags)}`", machine(),
         " ".join(map(str, given.seeds)), *numbers, clock(sum(seconds) / len(seconds)),
     ]  # fmt: skip
     with LOG.open("a", encoding="utf-8") as log:

@@ -31,7 +31,6 @@ from benchmarks.speed.train_step import (
     CLASSES,
     ROUNDS,
     SIZE,
-    flops_of_step,
     make_step,
     matrix_product,
     profile,
@@ -78,7 +77,7 @@ def measure_config(
             {name: repeated(one, device, each) for name, one in works.items()}, ROUNDS
         )
         seconds = timings["step"].seconds / each
-        flops = flops_of_step(step.state.model, len(batch), rows)
+        flops = step.flop[phase.image_size]
         print(
             f"  {rows} x {columns}, {phase.fraction:.0%} of the steps: "
             f"{1000 * seconds:.2f} ms per step, {len(batch) / seconds:,.0f} images/s; "

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -157,20 +156,6 @@ def matrix_product(
     return lambda: a @ b, 2 * size**3
 
 
-def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
-    """Count the FLOP of matrix products and convolutions, forward and backward.
-
-    The backward pass needs a product for the gradient of each factor, so twice those of the forward
-    pass. Torch counts it itself, but for a depthwise convolution far too high.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    few, device = 2, next(model.parameters()).device
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.randn(few, 3, size, size, device=device))
-    return 3 * counter.get_total_flops() / few * batch
-
-
 def compare_peers(
     group: str, precision: torch.dtype, batch: int, rounds: int, clock: Clock, compiled: bool
 ) -> None:
@@ -211,8 +196,7 @@ def compare_to_products(rounds: int, compiled: bool, batch: int = 64) -> None:
     for precision, phase in itertools.product(native_precisions(), step.schedule.phases()):
         size = phase.image_size[0]
         images, labels = next(random_batches(batch, size))
-        with mock.patch("vit.model.attention.uses_fused_kernel", return_value=False):
-            flops = flops_of_step(step.state.model, batch, size)
+        flops = step.flop[phase.image_size] * batch / step.schedule.batch_size
         product, product_flops = matrix_product(precision)
         passes = {
             name: partial(backward, model, images, labels, precision)

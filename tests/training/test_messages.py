@@ -53,9 +53,10 @@ def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
         result = report(logits, torch.tensor(labels), ("a", "b"))
         text = end_text(Path("runs/x"), result | SPENT, has_maps=True, variant="dot")
         assert ("balanced accuracy 100.00%, loss" in text) == expected
-        assert "\ntime     1:02 of training, 0.0123 PFLOP, 25% of what products reach\n" in text
+        speed = "25% of the speed of large matrix products"
+        assert f"\ntime     1:02 of training, 0.0123 PFLOP at {speed}\n" in text
     few = {"training": {**SPENT["training"], "pflop": 0.0000123}}
-    assert ", 0.0123 TFLOP, " in end_text(Path("runs/x"), result | few, True, "dot")
+    assert ", 0.0123 TFLOP at " in end_text(Path("runs/x"), result | few, True, "dot")
     unknown = {"training": {**SPENT["training"], "pflop": None}}
     assert "\ntime     1:02 of training\n" in end_text(
         Path("runs/x"), result | unknown, True, "dot"

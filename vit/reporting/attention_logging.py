@@ -109,8 +109,7 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
         return None
     images = setup.held_out if len(setup.held_out) else setup.training
     tokens = math.prod(model.patch_embed.grid(*setup.preprocess.image_size))
-    planned = setup.length.planned_steps or setup.length.total_steps
-    trained = planned * setup.config.train.batch_size
+    trained = setup.length.first_total * setup.config.train.batch_size
     room = max(LOGGED_FRACTION * trained, FREE_TOKENS / tokens)
     room /= LOGGED_IMAGES * (1 + tokens / 1000)  # maps grow by the square of the tokens
     number = min(track.probes, max(1, int(room / 2)))

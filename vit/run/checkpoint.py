@@ -34,6 +34,7 @@ from vit.settings import (
     Text,
     group,
     parse,
+    require,
 )
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -101,11 +102,10 @@ class Checkpoint:
     folder: Path | None = None  # with the tensors of a sharded run; the fields may lack them
 
     def __post_init__(self) -> None:
-        edges = [edge for edge, _ in self.costs]
-        if edges and (edges != sorted(edges) or edges[-1] < 1):
-            raise ValueError(f"costs: {edges} must ascend to 1")
-        if self.total_steps and self.changed_at > min(self.step, self.total_steps - 1):
-            raise ValueError(f"changed_at: {self.changed_at} must be at most {self.step}, a step")
+        edges, total, at = [edge for edge, _ in self.costs], self.total_steps, self.changed_at
+        require(edges == sorted(edges) and edges[-1:] in ([], [1]), "costs", edges, "rising to 1")
+        is_past = not total or at <= min(self.step, total - 1)
+        require(is_past, "changed_at", at, f"at most {self.step}, and below {total}")
 
 
 def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> None:

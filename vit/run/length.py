@@ -17,12 +17,17 @@ class Length:
     """
 
     total_steps: int = 0  # of the whole run; 0 until they are known
-    planned_steps: int = 0  # the first such number; 0 in checkpoints of earlier versions
+    planned_steps: int = 0  # the first such number; 0 where it has never changed
     changed_at: int = 0  # the step at which the number changed last
     changed_done: float = 0.0  # the fraction of the run that was done then
     # Parts of a run whose steps cost the same: the fraction of the run at which each ends, and the
     # seconds of a step, expected when the run began. Without a time budget there are none.
     costs: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def first_total(self) -> int:
+        """The number of steps that was planned, from which a resumed run does not depart."""
+        return self.planned_steps or self.total_steps
 
     @property
     def step_fraction(self) -> float:

@@ -91,13 +91,13 @@ def build_step(
             f"train.epochs: {run.config.train.epochs} are {total_steps:,} steps, but the run in "
             f"{run.config.out} has already made {state.step:,}; use more epochs"
         )
-    # As planned, so that a resumed run has the same even if its length has changed.
-    planned = state.length.planned_steps or total_steps
     # In a short run, the running statistics of batch norm have to forget their initial values. With
     # torch's momentum of 0.1, these would still count 28% after 12 steps.
     for module in state.model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
-            module.momentum = max(module.momentum, min(1.0, 1 / (MEMORY * planned)))
+            module.momentum = max(
+                module.momentum, min(1.0, 1 / (MEMORY * state.length.first_total))
+            )
     return step
 
 

@@ -24,7 +24,7 @@ def flop_of_steps(step: TrainingStep) -> dict[tuple[int, int], float]:
     counter does not understand, such as one with attention of the user.
     """
     schedule, flop = step.schedule, {}
-    for size in {schedule.small_size, schedule.full_size}:
+    for size in {phase.image_size for phase in schedule.phases()}:
         try:
             flop[size] = schedule.batch_size * _flop_of_image(step, size)
         except Exception:  # of any kind, from the code of others
@@ -70,13 +70,17 @@ def product_speed(device: torch.device, precision: torch.dtype, processes: int) 
 def account(step: TrainingStep, minutes: float | None) -> dict[str, Any]:
     """Return what a finished run has done, for its report."""
     state, schedule = step.state, step.schedule
-    speed = product_speed(next(state.model.parameters()).device, step.precision, step.world.size)
+    pflop, ratio = None, None
+    if state.flop is not None:
+        device = next(state.model.parameters()).device
+        speed = product_speed(device, step.precision, step.world.size)
+        pflop, ratio = state.flop / 1e15, state.flop / (state.seconds * speed)
     return {
         "steps": state.step,
-        "planned_steps": state.length.planned_steps,
+        "planned_steps": state.length.first_total,
         "epochs": state.step / schedule.steps_per_epoch,
         "seconds": state.seconds,
         "budget_minutes": minutes,
-        "pflop": None if state.flop is None else state.flop / 1e15,
-        "of_products": None if state.flop is None else state.flop / (state.seconds * speed),
+        "pflop": pflop,
+        "of_products": ratio,
     }

@@ -119,12 +119,9 @@ class Loop:
                 self._log(bar, schedule.batch_size * (number - logged) / (training - since))
                 logged, since = number, training
             measured = self.evaluate()
-            before = schedule.total_steps
             self._keep_budget(bar)
-            lengths = {before, schedule.total_steps}
-            end_of_epoch = (epoch + 1) * schedule.steps_per_epoch
-            if len(lengths) > 1 and min(lengths) < end_of_epoch and number < len(batches):
-                return ""  # the epoch goes on with other batches
+            if number < len(batches) != schedule.steps_in(epoch):
+                return ""  # the run ends elsewhere in this epoch, which goes on with other batches
             resumed = time.perf_counter()
         if number < len(batches):
             return ""
@@ -165,7 +162,7 @@ class Loop:
             batches = balanced_batches(self.training.labels, shape, seed, epoch)
         else:
             batches = epoch_batches(len(self.training), shape, seed, epoch)
-        return batches[: schedule.total_steps - epoch * schedule.steps_per_epoch]
+        return batches[: schedule.steps_in(epoch)]
 
     def _log(self, bar: "tqdm[NoReturn]", speed: float) -> None:
         """Log the means over the steps since the last point of the training curves."""

@@ -119,9 +119,9 @@ def end_text(run: Path, result: dict[str, Any], has_maps: bool, variant: str) ->
     trained = result["training"]
     compute = ""
     if trained["pflop"] is not None:
-        pflop, ratio = trained["pflop"], f"{trained['of_products']:.0%} of what products reach"
+        pflop, ratio = trained["pflop"], trained["of_products"]
         amount = f"{pflop:.3g} PFLOP" if pflop >= 0.01 else f"{1000 * pflop:.3g} TFLOP"
-        compute = f", {amount}, {ratio}"
+        compute = f", {amount} at {ratio:.0%} of the speed of large matrix products"
     page = f" export html{flag}  # attention as a page" if has_maps else flag
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "

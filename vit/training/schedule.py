@@ -40,6 +40,10 @@ class Schedule:
         """Epochs in the run; the last one may be incomplete."""
         return -(-self.total_steps // self.steps_per_epoch)
 
+    def steps_in(self, epoch: int) -> int:
+        """Return the number of steps in an epoch; the run may end within it."""
+        return min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
+
     def image_size(self, step: int) -> tuple[int, int]:
         """Return the height and width of a step's images; small images come first."""
         return self.size_at(self.length.done(step))
@@ -55,7 +59,7 @@ class Schedule:
     def lr_factor(self, step: int) -> float:
         """Return the learning rate of a step relative to its peak: up to 1, then down towards 0."""
         done, one = self.length.done(step), self.length.step_fraction
-        planned = self.length.planned_steps or self.length.total_steps
+        planned = self.length.first_total
         warmup = int(self.warmup * planned) / planned  # in whole steps
         if done < warmup:
             return (done + one) / (warmup + one)
