@@ -34,11 +34,23 @@ def test_device_that_is_not_there_is_refused_with_those_that_are(
             choose_device("cuda")
 
 
-@pytest.mark.parametrize("fast", [False, True])
+AMD, INTEL = "AMD EPYC", "Intel Xeon"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "fast"),
+    [
+        ({}, False),
+        ({"cpu_name": AMD, "avx512_bf16": True}, True),
+        ({"cpu_name": AMD, "avx512_bf16": False}, False),
+        ({"cpu_name": INTEL, "avx512_bf16": True, "amx_bf16": False}, False),
+        ({"cpu_name": INTEL, "avx512_bf16": True, "amx_bf16": True}, True),
+    ],
+)
 def test_auto_is_bfloat16_where_the_hardware_is_fast_at_it(
-    fast: bool, monkeypatch: pytest.MonkeyPatch
+    cpu: dict[str, object], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": fast}, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu, raising=False)
     for module in (torch.cuda, torch.xpu):
         monkeypatch.setattr(module, "is_bf16_supported", lambda including_emulation: fast)
     for name in ("cpu", "cuda", "xpu"):

@@ -106,7 +106,7 @@ class TrainConfig:
             half of a GPU's memory
         timeout_minutes: how long a process waits for another one before it gives up
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
-            the hardware supports it
+            the hardware is fast at it
         compile: use torch.compile, which takes half a minute for each image size and makes steps
             faster; auto does where a run is long enough and there is a compiler
         max_skipped: number of consecutive steps with a non-finite loss or gradient, which are

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,8 +40,11 @@ def has_native_bfloat16(device: torch.device) -> bool:
     """Tell whether the hardware multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cpu":
         # The oldest supported releases of torch do not report it; they take float32.
-        capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+        capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        # Intel's AVX-512 multiplies bfloat16 at two thirds of the speed of float32.
+        other_vendor = "Intel" not in capabilities.get("cpu_name", "")
+        avx512 = capabilities.get("avx512_bf16", False) and other_vendor
+        return avx512 or capabilities.get("amx_bf16", False)
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         return bool(module.is_bf16_supported(including_emulation=False))
