@@ -35,7 +35,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(choice: Any = "auto", began: bool | None = None, steps: int = MANY_STEPS) -> bool:
-    return choose_compilation(choice, began, CPU, torch.bfloat16, steps)
+    return choose_compilation(choice, began, CPU, steps)
 
 
 @CAN_COMPILE

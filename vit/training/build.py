@@ -217,7 +217,7 @@ def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
     world, choice = run.world, run.config.train.compile
     began = None if run.checkpoint is None else run.checkpoint.environment.get("compiled")
     with world.main_first():
-        wanted = choose_compilation(choice, began, run.device, run.precision, steps)
+        wanted = choose_compilation(choice, began, run.device, steps)
     wanted = world.agree(wanted)
     exchanges = world.size > 1 and run.device.type != "cpu"  # during the backward pass
     sharded, forward = is_sharded(step.forward), step.forward
@@ -233,7 +233,7 @@ def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
 
 
 def choose_compilation(
-    choice: bool | str, began: bool | None, device: torch.device, precision: torch.dtype, steps: int
+    choice: bool | str, began: bool | None, device: torch.device, steps: int
 ) -> bool:
     """Decide whether to compile the model of a run; `began` says how a resumed run began.
 
@@ -250,9 +250,7 @@ def choose_compilation(
         )
     if isinstance(wanted, bool):  # else "auto"
         return wanted
-    # In float32, nearly all of a CPU's time goes into matrix products, which stay what they are.
-    gains = device.type in COMPILABLE and (device.type, precision) != ("cpu", torch.float32)
-    return gains and steps >= MANY_STEPS and missing is None
+    return device.type in COMPILABLE and steps >= MANY_STEPS and missing is None
 
 
 def missing_tool(device: torch.device) -> str | None:
