@@ -50,3 +50,11 @@ def test_an_interrupted_run_goes_on(version: str, tmp_path: Path) -> None:
     assert weights.keys() == expected.keys()
     if version == "0.2":
         assert all(torch.allclose(weights[k], expected[k], rtol=0, atol=1e-4) for k in expected)
+
+
+def test_an_included_model_is_found_beside_a_folder_with_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cifar10_quick/train").mkdir(parents=True)
+    assert vit.load("cifar10_quick", "cpu").path.name == "cifar10_quick.safetensors"

@@ -25,6 +25,7 @@ from vit.console import printable, shorten, warn
 from vit.data.preprocess import Preprocess
 from vit.files import require_file, unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
+from vit.model.definitions import SUFFIXES
 from vit.model.variants import attention_code, find_attention
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
@@ -144,7 +145,9 @@ def build_saved(
         if weight.is_complex() or not weight.isfinite().all():
             raise ValueError(f"{path}: {name} has values that are not finite real numbers")
     try:
-        with _at_most(len(weights)):  # costs little if the weights do not fit the config
+        # Without memory, unless it is code that the caller has named, which may need numbers.
+        named = config.model.attention.rpartition(":")[0].endswith(SUFFIXES)
+        with _at_most(len(weights), "cpu" if named else "meta"):
             claimed = build_model(config.model, preprocess, len(classes))
         claimed.load_state_dict(weights, assign=True)
         model = build_model(config.model, preprocess, len(classes))
@@ -160,8 +163,8 @@ def build_saved(
 
 
 @contextlib.contextmanager
-def _at_most(count: int) -> Iterator[None]:
-    """Build modules without memory, and at most ten times `count` parameters."""
+def _at_most(count: int, device: str) -> Iterator[None]:
+    """Build modules on a device, with at most ten times `count` parameters."""
     left, builder = 10 * count + 100, threading.get_ident()  # some parameters are replaced
 
     def register(*_: Any) -> None:
@@ -172,7 +175,7 @@ def _at_most(count: int) -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(register)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             yield
     finally:
         hook.remove()
@@ -194,6 +197,8 @@ def _find_model(path: Path) -> Path:
         if (path / MODEL_FILE).exists():
             return path / MODEL_FILE
         checkpoints = checkpoint_paths(path)
+        if not checkpoints and str(path) in (bundled := bundled_models()):
+            return bundled[str(path)]  # beside a folder with its data
         if not checkpoints:
             raise ValueError(
                 f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*, nor the "

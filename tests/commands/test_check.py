@@ -115,6 +115,12 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "q, k, v = (f(x).view(B, N, self.num_heads, self.d) for f in (self.q, self.k, self.v))",
         "shapes", "the weights must be [3, 2, 10, 10]",
     ),
+    "heads before images": (
+        "weights = torch.softmax(scores, dim=-1)",
+        "weights = torch.softmax(scores.transpose(0, 1).flatten(0, 1), dim=-1)\n"
+        "        weights = weights.view(self.num_heads, B, N, N).transpose(0, 1)",
+        "shapes", "all images of one head",
+    ),
     "mask of another shape": ("mask == 0", "mask[:, :, 0, 0, 0] == 0", "mask", "IndexError"),
     "wrong shape": ("reshape(B, N, D)", "reshape(B, N, D)[:, :-1]", "can be called", "[3, 9, 64]"),
 }  # fmt: skip

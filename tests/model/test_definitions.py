@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,48 @@ def test_cells_are_read_as_ipython_runs_them(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=rf"defines no function or class '{name}'.*{words}"):
             load_attention(f"{tmp_path}/notes.ipynb:{name}")
+
+
+# What stands in a cell, and an expression of what it defines that must be true.
+LIKE_PYTHON = {
+    "a line that begins like a magic": (
+        "def wrapped(a, b):\n    return (\n        a\n        % b\n    )",
+        "found.wrapped(7, 4) == 3",
+    ),
+    "the same beside a magic": (
+        "%time\ndef wrapped(a, b):\n    return (\n        a\n        % b\n    )",
+        "found.wrapped(7, 4) == 3",
+    ),
+    "changed in place": ("heads = 4; heads *= 2", "found.heads == 8"),
+    "a last value that is not executed": (
+        "import math\nscale = 1.0\nscale = 1 / math.sqrt(64)",
+        "'math.sqrt' in found.left_out['scale']",
+    ),
+    "a variable of a comprehension": ("d = 64\nprint([d for d in range(3)])", "found.d == 64"),
+    "an optional import that is missing": (
+        "try:\n    from nobody_has_this import attend\n    fast = True\n"
+        "except ImportError:\n    fast, attend = False, None",
+        "not found.fast and found.attend is None",
+    ),
+    "annotations that are never evaluated": (
+        "from __future__ import annotations\ndef f(x: Nobody) -> Nobody:\n    return x",
+        "found.f(3) == 3",
+    ),
+    "a file beside it": ("from helping import three", "found.three == 3"),
+    "the last class of a name": (
+        "@print\nclass Twice:\n    x = 1\n\n\n\nclass Twice:\n    x = 2",
+        "'x = 2' in inspect.getsource(found.Twice)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIKE_PYTHON)
+def test_definitions_mean_what_they_mean_in_python(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "helping.py").write_text("three = 3")
+    cell, expression = LIKE_PYTHON[case]
+    found = read_definitions(write(tmp_path, [cell]))
+    assert eval(expression, {"found": found, "inspect": inspect}), found.left_out
+    assert case != "a last value that is not executed" or not hasattr(found, "scale")

@@ -378,7 +378,12 @@ def test_a_function_of_a_head_may_take_no_dropout_and_no_mask(tmp_path, registry
     keep = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     expected = attention.scaled_dot_product_attention(*heads)
     for number, arguments in enumerate(
-        ("query, key, value", "query, key, value, mask=None", "query, key, value, scale=1")
+        (
+            "query, key, value",
+            "query, key, value, mask=None",
+            "query, key, value, scale=1",
+            "query, key, value, mask=None, causal=False",
+        )
     ):
         file = tmp_path / f"few{number}.py"
         code = OWN.format("return weights @ value, weights").replace(

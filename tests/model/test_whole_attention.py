@@ -56,6 +56,23 @@ class Fused(Plain):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Shared(Plain):
+    """torch's function for two heads that share a head of keys and values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        k, v = k[:, :1], v[:, :1]
+        heads = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+def test_heads_may_share_keys_and_values() -> None:
+    placed = WholeAttention(Shared, D, 2, GRID, 1).eval()
+    output, weights = placed(tokens(), need_weights=True)
+    assert_close(output, placed(tokens()))
+    assert weights.shape == (B, 2, N, N)
+
+
 class Torchs(nn.MultiheadAttention):
     """torch's module, whose parameters are those of `Plain`."""
 
@@ -200,6 +217,8 @@ class Attention(nn.Module):
     def __init__(self, d_model, n_heads):
         super().__init__()
         self.n_heads = n_heads
+        self.numbers = [x.item() for x in 2.0 ** -torch.arange(n_heads)], torch.ones(1).numpy()
+        self.near = torch.eye(3).nonzero()
         self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
 
     def forward(self, query, key, value):

@@ -33,7 +33,7 @@ def properties(attention: Attention) -> Iterator[Row]:
         return
     yield _images(subject, tokens)
     seen = Watch.run(subject, tokens)
-    yield (shapes := _shapes(subject, seen))
+    yield (shapes := _shapes(subject, tokens, seen))
     if shapes.result == "failed":
         return
     yield from _finite(subject, tokens)
@@ -68,19 +68,31 @@ def _repeats(subject: Subject, tokens: Tensor) -> Row:
 
 def _images(subject: Subject, tokens: Tensor) -> Row:
     """Check that what comes out for an image does not change with the other images."""
-    others = torch.cat([tokens[:1], tokens[1:].flip(0) * 2])
     with torch.no_grad():
-        far = (subject(tokens) - subject(others))[0].abs().max().item()
+        far = (subject(tokens) - subject(_others(tokens)))[0].abs().max().item()
     advice = "an image attends to the others of its batch: tokens are (batch, tokens, width); "
     advice += "attend along dim 1, torch's modules with batch_first=True"
     return judge("images are independent", not far < CLOSE, advice, f"off by {far:.1g}")
 
 
-def _shapes(subject: Subject, seen: Watch) -> Row:
+def _others(tokens: Tensor) -> Tensor:
+    """Return a batch of which only the first image is that of another one."""
+    return torch.cat([tokens[:1], tokens[1:].flip(0) * 2])
+
+
+def _shapes(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
+    """Check the shapes, and that weights of an image do not change where its output does not."""
     expected = B, subject.num_heads, N, N
     advice = f"the weights must be {[*expected]}: batch, heads, queries, keys"
+    is_wrong = seen.weights.shape != expected
+    if not is_wrong:
+        other = Watch.run(subject, _others(tokens))
+        pairs = (other.output, seen.output), (other.weights, seen.weights)
+        output, weights = (bool((a - b)[0].abs().max() < CLOSE) for a, b in pairs)
+        is_wrong = output and not weights
+        advice += "; the softmax has all images of one head, then those of the next"
     number = f"output {[*seen.output.shape]}, weights {[*seen.weights.shape]}"
-    return judge("shapes", seen.weights.shape != expected, advice, number)
+    return judge("shapes", is_wrong, advice, number)
 
 
 def _finite(subject: Subject, tokens: Tensor) -> Iterator[Row]:

@@ -1,10 +1,14 @@
 """Definitions in a Python file or a notebook, without running what else is in it.
 
 Only imports, functions, classes and constants are executed, so a notebook's calls, plots and
-downloads are not. Of a name that is defined twice, the last definition counts.
+downloads are not. Of a name that is defined twice, the last definition counts, and a constant whose
+last value is not executed has none.
 """
 
+import __future__
+
 import ast
+import contextlib
 import json
 import linecache
 import re
@@ -15,8 +19,11 @@ from pathlib import Path
 
 SUFFIXES = (".py", ".ipynb")
 PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")  # of cells that are Python
-IPYTHON = r"\s*[%!?]|\s*[\w.]+\?|\s*\w+ *= *[%!]"  # magics, shell lines and questions for help
-DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+IPYTHON = (
+    r"\s*%{1,2}\w|\s*[!?]|\s*[\w.]+\?|\s*\w+ *= *[%!]"  # magics, shell lines and questions for help
+)
+IMPORTS = ast.Import, ast.ImportFrom
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # What a constant may consist of: numbers, texts, names of other constants, and arithmetic.
 PLAIN = (
     ast.Constant, ast.Name, ast.Attribute, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare,
@@ -32,7 +39,7 @@ class Definitions(types.ModuleType):
 
 
 def read_definitions(file: Path) -> Definitions:
-    """Execute the definitions in a file.
+    """Execute the definitions in a file, which may import from files beside it.
 
     Raises:
         ValueError: It is not UTF-8, not a notebook, or not Python.
@@ -49,23 +56,28 @@ def read_definitions(file: Path) -> Definitions:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(f"{file}, line {error.lineno}: {error.msg}") from None
+    linecache.cache[str(file)] = len(source), None, _last_classes(tree, lines), str(file)
+    if (folder := str(file.parent.resolve())) not in sys.path:
+        sys.path.append(folder)
+    flags = 0
     for node in _statements(tree.body):
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            flags |= sum(getattr(__future__, alias.name).compiler_flag for alias in node.names)
+        why = ""
         try:
-            if not _defines(node):
-                raise _LeftOut
-            exec(compile(ast.Module([node], []), str(file), "exec"), vars(module))
+            if executed := _defines(node):
+                code = compile(ast.Module([node], []), str(file), "exec", flags, dont_inherit=True)
+                exec(code, vars(module))
         except Exception as error:  # whatever their code raises
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                vars(module).pop(node.name, None)  # the last definition counts
-            line = lines[node.lineno - 1].strip()
-            why = "" if isinstance(error, _LeftOut) else f" ({error})"
-            for name in _names(node):
+            executed, why = False, f" ({error})"
+        line = lines[node.lineno - 1].strip()
+        for name in _names(node):
+            replaced = not callable(vars(module).get(name)) and not isinstance(node, IMPORTS)
+            if not executed and (replaced or isinstance(node, FUNCTIONS)):
+                vars(module).pop(name, None)
+            if name not in vars(module):
                 module.left_out.setdefault(name, f"line {node.lineno}: {line}{why}")
     return module
-
-
-class _LeftOut(Exception):
-    """A statement that is not executed."""
 
 
 def _source(file: Path) -> str:
@@ -84,6 +96,9 @@ def _source(file: Path) -> str:
 
 def _plain(cell: str) -> str:
     """Comment out magics and shell lines of a cell, or all of it if it is not Python."""
+    with contextlib.suppress(SyntaxError):  # a line of Python may begin like a magic
+        ast.parse(cell)
+        return cell
     lines = cell.splitlines()
     if lines and lines[0].startswith("%%") and lines[0].split()[0] not in PYTHON_MAGICS:
         return "\n".join(f"# {line}" for line in lines)
@@ -95,27 +110,48 @@ def _plain(cell: str) -> str:
     return "\n".join(lines)
 
 
+def _last_classes(tree: ast.Module, lines: list[str]) -> list[str]:
+    """Blank the classes that later ones of the same name replace: inspect finds the first one."""
+    lines, later = [*lines], set[str]()
+    for node in reversed(tree.body):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        first = min([node.lineno, *(part.lineno for part in node.decorator_list)]) - 1
+        end = node.end_lineno or first
+        if node.name in later:
+            lines[first:end] = ["\n"] * (end - first)
+        later.add(node.name)
+    return lines
+
+
 def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
-    """Yield the statements of a file, and those inside `try`, with which imports are optional."""
+    """Yield the statements of a file; of a `try` that is not executed whole, those inside."""
     for node in body:
-        if isinstance(node, ast.Try):
+        if isinstance(node, ast.Try) and not _defines(node):
             yield from _statements(node.body)
         else:
             yield node
 
 
 def _defines(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+    if isinstance(node, ast.Try):
+        handled = (statement for handler in node.handlers for statement in handler.body)
+        return all(map(_defines, [*node.body, *handled, *node.orelse, *node.finalbody]))
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
         return all(isinstance(part, PLAIN) for part in ast.walk(node.value))
-    return isinstance(node, DEFINITIONS)
+    return isinstance(node, IMPORTS + FUNCTIONS + (ast.Pass,))
 
 
 def _names(node: ast.stmt) -> Iterable[str]:
     """Yield the names that a statement would define."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+    if isinstance(node, FUNCTIONS):
         yield node.name
-    for part in ast.walk(node):
+        return
+    parts = [*ast.walk(node)]
+    loops = (ast.walk(part.target) for part in parts if isinstance(part, ast.comprehension))
+    inside = {id(name) for target in loops for name in target}  # where nobody else sees them
+    for part in parts:
         if isinstance(part, ast.alias):
             yield (part.asname or part.name).partition(".")[0]
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            yield part.id
+            yield from () if id(part) in inside else (part.id,)

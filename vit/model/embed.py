@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vit.model.positions import Grid
 
-WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
+WHITENING_EPS = 1e-2
 
 
 def leaf_of_graphs(forward: Any) -> Any:
@@ -104,12 +104,13 @@ def image_conv(model: nn.Module, in_chans: int) -> nn.Conv2d | None:
 
 
 @torch.no_grad()
-def whiten(conv: nn.Conv2d, images: Tensor) -> None:
+def whiten(conv: nn.Conv2d, images: Tensor, eps: float = WHITENING_EPS) -> None:
     """Initialise a convolution to whiten the patches of images (arXiv 2404.00498, section 3.2).
 
     Its kernels become the principal components of patches of normalized images (B, C, height,
-    width): strongest first, scaled to unit variance, each with both signs. Kernels left over keep
-    their initial values.
+    width): strongest first, scaled to unit variance, each with both signs; `eps` is added to the
+    variances, so that near-constant components are not amplified. Kernels left over keep their
+    initial values.
     """
     rows, columns = conv.kernel_size
     patches = F.unfold(images, (rows, columns), stride=conv.stride)
@@ -117,7 +118,7 @@ def whiten(conv: nn.Conv2d, images: Tensor) -> None:
     covariance = patches.T @ patches / len(patches)
     # On the CPU, because MPS has no eigh.
     variances, components = (p.to(conv.weight) for p in torch.linalg.eigh(covariance.cpu()))
-    whitening = (components / (variances + WHITENING_EPS).sqrt()).T.flip(0)
+    whitening = (components / (variances + eps).sqrt()).T.flip(0)
     whitening = whitening[: len(conv.weight) // 2]
     kernels = torch.cat([whitening, -whitening])
     conv.weight[: len(kernels)] = rearrange(kernels, "n (c h w) -> n c h w", h=rows, w=columns)

@@ -29,7 +29,7 @@ from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
 from vit.model.positions import Grid
-from vit.model.whole_attention import MASKS, WholeAttention, is_whole
+from vit.model.whole_attention import MASKS, WholeAttention, is_required, is_whole
 from vit.seeding import generator
 from vit.settings import check, suggest
 
@@ -160,9 +160,11 @@ def with_all_arguments(attention: Attention) -> Attention:
         return attention
     if isinstance(attention, nn.Module):
         raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")
-    names = [name for name in inspect.signature(attention).parameters if name not in PLACE]
-    mask_name = next((name for name in names[3:] if name in MASKS), None)
-    return attention if len(names) >= 5 else FewerArguments(attention, mask_name)
+    parameters = inspect.signature(attention).parameters
+    names = [name for name in parameters if name not in PLACE]
+    if len(names) >= 5 and ("drop" in names[4] or is_required(parameters[names[4]])):
+        return attention
+    return FewerArguments(attention, next((name for name in names[3:] if name in MASKS), None))
 
 
 class FewerArguments:
@@ -225,6 +227,7 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         if whole:
             module = WholeAttention(variant, dim, heads, grid, prefix, head_dim)
             output, weights = module(inputs[0], need_weights=True)
+            _check_order(module.eval(), inputs[0], inputs[1])
         else:
             function: Any = variant
             if isinstance(variant, type):
@@ -249,6 +252,17 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         ) from error
     if not varies and not hint:  # for smaller images, the note has been printed for the full size
         note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")
+
+
+def _check_order(module: WholeAttention, first: Tensor, second: Tensor) -> None:
+    """Check that the weights of two images (1, N, dim) are read in the order of the images."""
+    _, alone = module(first, need_weights=True)
+    _, both = module(torch.cat([first, second]), need_weights=True)
+    if not torch.allclose(both[:1], alone, atol=1e-4):
+        raise ValueError(
+            "attention weights of one image that depend on another: its softmax must be over "
+            "(B, H, N, N) or (B·H, N, N), all heads of the first image first"
+        )
 
 
 def place_of(error: Exception, variant: Any) -> str:

@@ -122,7 +122,7 @@ class WholeAttention(nn.Module):
         values |= dict.fromkeys(CONFIGS, SimpleNamespace(**values, bias=True))
         parameters = inspect.signature(attention).parameters
         for parameter in parameters.values():
-            if parameter.name not in values and _is_required(parameter):
+            if parameter.name not in values and is_required(parameter):
                 raise ValueError(
                     f"attention: the constructor of {name} takes {parameter.name}, which is not "
                     f"known here; give it a default, or call it {', '.join(WIDTHS[:3])} (width), "
@@ -135,7 +135,7 @@ class WholeAttention(nn.Module):
         self.place = accepted_arguments(self.module.forward, place)  # what `call` passes on
         inputs = inspect.signature(self.module.forward).parameters
         self.mask_name = next((key for key in MASKS if key in inputs), None)
-        required = [p.name for p in inputs.values() if _is_required(p)]
+        required = [p.name for p in inputs.values() if is_required(p)]
         required = [name for name in required if name not in MASKS + PLACE]
         self.inputs = min(max(1, len(required)), 3)  # 3 for query, key and value
         self.place |= dict.fromkeys(required[3:])  # such as lengths, which are not known
@@ -286,9 +286,12 @@ class ReadSoftmax(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        **_: Any,
+        enable_gqa: bool = False,
     ) -> Tensor:
         """Do what torch's function does, with weights that can be read."""
+        if enable_gqa:  # several heads of queries share a head of keys and values
+            shared = query.shape[-3] // key.shape[-3]
+            key, value = (part.repeat_interleave(shared, dim=-3) for part in (key, value))
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         scores = query @ key.transpose(-2, -1) * scale
         if is_causal:
@@ -322,6 +325,7 @@ class ReadSoftmax(TorchFunctionMode):
         return F.linear(output, out_weight, out_bias), self.weights
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
+def is_required(parameter: inspect.Parameter) -> bool:
+    """Tell whether a call must pass a parameter."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and parameter.kind not in kinds
