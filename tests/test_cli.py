@@ -111,7 +111,7 @@ def test_help_of_train_has_each_key_with_its_choices_and_default() -> None:
     about = dict(re.findall(r"^  --([\w.]+)((?:.|\n {4,})*)", text, re.MULTILINE))
     assert all(len(about[key].split()) > 4 for key in keys(Config))
     words = " ".join(text.split())
-    assert "hardware supports it (auto, float32, bfloat16, default: auto)" in words
+    assert "hardware is fast at it (auto, float32, bfloat16, default: auto)" in words
     assert "number of encoder blocks (default: 12) " in words
     assert "optim: The optimizer, the learning rate schedule and the loss:" in words
 
@@ -502,3 +502,15 @@ def test_nouns_are_plural_unless_there_is_one() -> None:
     assert [counted(n, "image", ",") for n in (1, 2000)] == ["1 image", "2,000 images"]
     assert [counted(n, "epoch", ".4g") for n in (0.5, 1.0)] == ["0.5 epochs", "1 epoch"]
     assert counted(1000, "worker") == "1000 workers"
+
+
+def test_a_closed_stderr_is_written_to_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    with user_errors():
+        print("progress", file=sys.stderr, flush=True)
+        assert not sys.stderr.isatty()
+
+
+def test_yaml_s_and_python_s_spelling_of_true_are_the_same() -> None:
+    for word in ("true", "True"):
+        assert parse_train(["--train.compile", word])[0].train.compile is True

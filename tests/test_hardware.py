@@ -109,3 +109,28 @@ def test_limits_of_containers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "memory.current").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 400000\n")
     assert (usable_cores(), free_memory()) == (1, 2_400_000)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_jobs_count(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stand in a group around that of the process, in version 1 by controller."""
+    every, free = len(os.sched_getaffinity(0)), free_memory()
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "OWN_GROUPS", tmp_path / "own")
+    lines = ["3:memory:/job/step", "2:cpu,cpuacct:/job/step", "1:name=systemd:/"]
+    (tmp_path / "own").write_text("\n".join(lines if version == 1 else ["0::/job/step"]))
+    jobs = [tmp_path / name / "job" for name in (("cpu", "memory") if version == 1 else ("", ""))]
+    for job in jobs:
+        (job / "step").mkdir(parents=True, exist_ok=True)
+    files = {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
+    files |= {"memory.limit_in_bytes": "5000000", "memory.usage_in_bytes": "3000000"}
+    cache = "total_inactive_file 400000"
+    if version == 2:
+        files = {"cpu.max": "50000 100000", "memory.max": "5000000", "memory.current": "3000000"}
+        cache = "inactive_file 400000"
+    assert usable_cores() == every and free_memory() > free / 2
+    for name, text in (files | {"memory.stat": f"anon 5\n{cache}\n"}).items():
+        (jobs[name.startswith("memory")] / name).write_text(text)
+    assert (usable_cores(), free_memory()) == (1, 2_400_000)

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -51,6 +52,7 @@ def fail(message: str) -> NoReturn:
 def user_errors() -> Iterator[None]:
     """Turn errors that the user can fix, ValueError and OSError, into one line and exit code 2."""
     note_once.cache_clear()  # a command of its own, also in a notebook
+    sys.stderr = sys.stderr or io.StringIO()  # closed, as that of a daemon may be
     try:
         yield
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 from collections import deque
@@ -17,7 +18,14 @@ from vit.console import counted
 T = TypeVar("T")
 R = TypeVar("R")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-CGROUP = Path("/sys/fs/cgroup")  # the limits of a container on Linux
+CGROUP = Path("/sys/fs/cgroup")  # the limits of containers and jobs on Linux
+OWN_GROUPS = Path("/proc/self/cgroup")
+# Files with limits in version 2 of control groups, and in version 1.
+CPU_LIMITS = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+MEMORY_LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def choose_device(name: str) -> torch.device:
@@ -80,14 +88,33 @@ def describe(device: torch.device) -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use; limits of containers count."""
+    """Return the number of CPU cores that this process may use; limits of its groups count."""
     if not hasattr(os, "sched_getaffinity"):  # macOS and Windows
         return os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # there is no limit
-        quota, period = map(int, (CGROUP / "cpu.max").read_text().split())
-        cores = min(cores, math.ceil(quota / period))
+    for group, files in itertools.product(_control_groups("cpu"), CPU_LIMITS):
+        with contextlib.suppress(OSError, ValueError):  # there is no limit
+            quota, period = _numbers(group, *files)
+            cores = min(cores, math.ceil(quota / period) if quota > 0 else cores)
     return cores
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """Return the folders of the control groups of this process, and of the groups around them."""
+    groups = [CGROUP]
+    with contextlib.suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = CGROUP / controller if controllers else CGROUP  # of version 1, or 2
+            inside = root / path.lstrip("/")  # not there if a container sees its own group only
+            groups += [at for at in (inside, *inside.parents) if at.is_relative_to(root)]
+    return groups
+
+
+def _numbers(folder: Path, *files: str) -> list[int]:
+    return [int(word) for file in files for word in (folder / file).read_text().split()]
 
 
 def local_processes() -> int:
@@ -102,16 +129,17 @@ def cores_to_use() -> int:
 
 
 def free_memory() -> int:
-    """Return the memory that is free for this process, in bytes; limits of containers count."""
+    """Return the memory that is free for this process, in bytes; limits of its groups count."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # macOS and Windows
         return 8 * 10**9
     free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # there is no limit
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        free = min(free, max(0, limit - used + int(stat["inactive_file"])))  # which can be freed
+    for group, (*files, cache) in itertools.product(_control_groups("memory"), MEMORY_LIMITS):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # there is no limit
+            limit, used = _numbers(group, *files)
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free = min(free, max(0, limit - used + int(stat[cache])))  # files that can be dropped
     return free
 
 

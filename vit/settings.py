@@ -79,7 +79,7 @@ Positive = Annotated[float, Field(gt=0, le=LARGE)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGE)]
 AutoOrSwitch = Annotated[
     Literal["auto", True, False],
-    BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value), value)),
+    BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value).lower(), value)),
 ]
 Text = Annotated[str, Field(max_length=1000)]
 ClassNames = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_unique)]

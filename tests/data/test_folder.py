@@ -305,6 +305,7 @@ def test_what_cannot_be_split_is_refused(root, classes_only):
     words = r"^data\.test_fraction: 0\.3 .* must be null"
     with pytest.raises(ValueError, match=words):
         read(root, train=True, test_fraction=0.3)
+    assert len(read(root, train=False, test_fraction=0.3))  # of a model that was trained elsewhere
     with pytest.raises(ValueError, match=words):
         DataConfig(name="shapes", test_fraction=0.3)
     for path in sorted((classes_only / "rød").iterdir())[1:]:

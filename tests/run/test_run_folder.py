@@ -69,6 +69,14 @@ def test_changes_are_refused_unless_allowed_and_become_the_run_s_config(unfinish
     assert list((run / "checkpoints").iterdir())
 
 
+def test_a_precision_that_auto_chose_may_be_named(unfinished: Config) -> None:
+    """As on a machine where auto chooses another one."""
+    named = replace(unfinished, train=replace(unfinished.train, precision="float32"))
+    assert check_run(named, overwrite=False, environment=HOW) is not None
+    with pytest.raises(ValueError, match=r"precision: torch\.float32 -> torch\.bfloat16"):
+        check_run(unfinished, overwrite=False, environment={**HOW, "precision": "torch.bfloat16"})
+
+
 def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) -> None:
     changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
     prepare_run(changed, resume=True, step=7)

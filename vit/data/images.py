@@ -161,7 +161,8 @@ def user_files(
     """
     allowed = f"null, because {data.root} says which images are for testing"
     fraction, classes = data.test_fraction, tuple(names.values())
-    require(split or fraction is None, "data.test_fraction", fraction, allowed)
+    # Images of another folder may be tested with, whatever decided on those of the training folder.
+    require(split or not train or fraction is None, "data.test_fraction", fraction, allowed)
     if len(classes) < (2 if train or split else 1):
         raise ValueError(
             f"data.root: {folder} has {len(classes)} classes ({join(classes)}); a classifier needs "

@@ -251,6 +251,8 @@ def check_run(
     values = to_dict(config)
     if config.train.compile == "auto":  # the run goes on as it began
         values["train"]["compile"] = stored.train.compile
+    if began.get("precision") == environment.get("precision"):  # whether auto chose it or not
+        values["train"]["precision"] = stored.train.precision
     changes = changed_keys(before, {**lasting(values), **environment})
     fixed = any(change.startswith(FIXED) for change in changes)
     if changes and (fixed or not allow_changes):
