@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from models import PLAIN, randomize
 from vit.model.attention import MultiHeadSelfAttention
+from vit.model.config import UNFIT, ModelConfig
 from vit.model.positions import REACH, BiasPositions, RotaryPositions
 from vit.model.vit import VisionTransformer
 
@@ -111,9 +112,13 @@ def test_relative_positions_are_their_formula(grid: tuple[int, int], prefix: int
 
 
 @KINDS
-@pytest.mark.parametrize("attention", ["dot", "cosine", "sigmoid"])
+@pytest.mark.parametrize("attention", ["dot", "cosine", "sigmoid", "differential"])
 def test_positions_compose(kind: str, attention: str) -> None:
     """Weights of a model, masks, other sizes of images, and the fused kernel."""
+    if (kind, attention) in UNFIT:
+        with pytest.raises(ValueError, match=rf"model\.rel_pos: {kind} .* none or bias with"):
+            ModelConfig(rel_pos=kind, attention=attention)
+        return
     settings = SMALL | {"depth": 2, "reg_tokens": 1}
     model = VisionTransformer(**settings, rel_pos=kind, attention=attention).eval()
     randomize(model, 0.3)

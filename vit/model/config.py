@@ -12,6 +12,8 @@ PATCH_SIZE = 4  # of a model trained from scratch, unless set
 TIMM = "timm:"  # before the name of a timm model
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
+# Positions with attention that splits or normalizes queries and keys, so that they mean another.
+UNFIT = ("rope", "differential"), ("relative", "differential"), ("relative", "cosine")
 
 
 @settings.group("model")
@@ -99,6 +101,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.name == "vit":
             settings.check(self, "timm_args", self.timm_args is None, "null with model.name=vit")
+            fits = (self.rel_pos, self.attention) not in UNFIT
+            allowed = f"none or bias with model.attention={self.attention}"
+            settings.check(self, "rel_pos", fits, allowed)
             if self.patch_size is None and self.pretrained is None:
                 object.__setattr__(self, "patch_size", PATCH_SIZE)
             return
