@@ -101,23 +101,23 @@ class Loop:
     def _train_epoch(self, bar: "tqdm[NoReturn]") -> str:
         """Train to the end of the epoch or of the run; return what to print, "" if interrupted."""
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
-        epoch, done = divmod(state.step, schedule.steps_per_epoch)
+        epoch, first = divmod(state.step, schedule.steps_per_epoch)
         batches = self._batches(epoch)
-        if done == 0:  # a new epoch
+        if first == 0:  # a new epoch
             state.points.clear()
-        number, logged, since = done, done, 0.0
-        training, resumed = 0.0, time.perf_counter()  # seconds without logging and evaluation
-        parts = self.step.batches(self.training, batches[done:])
-        for number, batch in enumerate(self.stop.until(parts, world), start=done + 1):
+        number, logged, busy_before = first, first, 0.0
+        busy, resumed = 0.0, time.perf_counter()  # seconds without logging and evaluation
+        parts = self.step.batches(self.training, batches[first:])
+        for number, batch in enumerate(self.stop.until(parts, world), start=first + 1):
             state.points.append(self.step(*batch))
             if state.skipped_in_a_row >= self.max_skipped:
                 raise Diverged(diverged_text(state, "loss or gradient"))
             bar.update()
             paused = time.perf_counter()
-            training += paused - resumed
+            busy += paused - resumed
             if number % self.log_every == 0 or number == len(batches):
-                self._log(bar, schedule.batch_size * (number - logged) / (training - since))
-                logged, since = number, training
+                self._log(bar, schedule.batch_size * (number - logged) / (busy - busy_before))
+                logged, busy_before = number, busy
             measured = self.evaluate()
             self._keep_budget(bar)
             if number < len(batches) != schedule.steps_in(epoch):
@@ -126,7 +126,7 @@ class Loop:
         if number < len(batches):
             return ""
         loss, accuracy = torch.stack(state.points).nanmean(dim=0).tolist()  # of steps not skipped
-        speed = schedule.batch_size * (len(batches) - done) / training
+        speed = schedule.batch_size * (len(batches) - first) / busy
         text = f"loss {loss:.4f}   training {accuracy:6.2%}"
         if "val/accuracy" in measured:
             text += f"   validation {measured['val/accuracy']:6.2%}"
