@@ -8,7 +8,8 @@
 with six, and writes benchmarks/records/NAME.json; finished runs in --runs are not repeated.
 `verify` trains a record's config with other seeds, and fails if their accuracy is lower than that
 of the record allows. `table` prints the table of docs/speedrun.md. A teacher is an earlier run, in
-whose name {seed} stands for the seed; its time counts.
+whose name {seed} stands for the seed; its time counts. Anchors are models of others: of timm, or
+the network of airbench.py, which takes no FLAGS.
 """
 
 import argparse
@@ -25,16 +26,18 @@ import yaml
 from scipy.stats import t as students_t
 from torch import nn
 
+from benchmarks.scale import airbench
 from benchmarks.scale.trial import REPOSITORY, commit, machine, program
 from benchmarks.tables import markdown, mean_of_runs, plus_minus
-from vit.model_file import load_saved
+from vit.model_file import SavedModel, load_saved
 from vit.run.folder import CONFIG_FILE, EVAL_FOLDER, METRICS_FILE, MODEL_FILE, REPORT_FILE
 from vit.training.messages import clock
 
 RECORDS = REPOSITORY / "benchmarks/records"
-CLASSES = ("hybrid", "plain", "taught")
+CLASSES = ("plain", "hybrid", "taught", "timm", "cnn")  # the last two are anchors
 OVERTIME = 1.03  # of a budget
 SIX = "eval_six"  # folder in that of a run
+RUN_FILE = "run.json"  # of an anchor that train.py does not train
 FEWEST = 5  # seeds of a record
 
 
@@ -44,6 +47,12 @@ def train(flags: list[str], kind: str, minutes: float, seed: int, out: Path, roo
     Raises:
         ValueError: The run took longer than the budget, or is not of the class.
     """
+    if kind == "cnn":
+        finished = out / RUN_FILE
+        if not finished.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            finished.write_text(json.dumps(airbench.run(minutes, seed, root)))
+        return json.loads(finished.read_text())
     places = ["--train.seed", str(seed), "--out", str(out), "--data.root", root]
     filled = [flag.replace("{seed}", str(seed)) for flag in flags]
     if not (out / MODEL_FILE).exists():
@@ -52,21 +61,14 @@ def train(flags: list[str], kind: str, minutes: float, seed: int, out: Path, roo
         program("eval.py", str(out), "--views", "6", "--out", str(out / SIX), "--data.root", root)
     single, six = (json.loads((out / at / REPORT_FILE).read_text()) for at in (EVAL_FOLDER, SIX))
     spent, saved = single["training"], load_saved(out, "cpu")
-    config, teacher = saved.config, saved.config.optim.teacher
+    teacher = saved.config.optim.teacher
     if teacher is not None:
         other = json.loads((Path(teacher) / EVAL_FOLDER / REPORT_FILE).read_text())["training"]
         spent = {**spent, **{key: spent[key] + other[key] for key in ("seconds", "pflop")}}
-    if (config.data.name, config.model.name, config.model.pretrained) != ("cifar10", "vit", None):
-        raise ValueError(f"{out}: a record is of CIFAR-10, our model, and from scratch")
+        check_class("hybrid", load_saved(teacher, "cpu"), Path(teacher))
     if spent["seconds"] > OVERTIME * 60 * minutes:
         raise ValueError(f"{out}: {clock(spent['seconds'])} is more than {minutes:g} minutes")
-    if (teacher is not None) != (kind == "taught"):
-        raise ValueError(f"{out}: a run with a teacher is taught, and others are not")
-    if kind == "plain":
-        if sum(isinstance(module, nn.Conv2d) for module in saved.model.modules()) != 1:
-            raise ValueError(f"{out}: a plain model has no convolution but that of the patches")
-        with tempfile.TemporaryDirectory() as folder:
-            program("eval.py", str(out), "export", "timm", "--out", f"{folder}/timm")
+    check_class(kind, saved, out)
     rows = map(json.loads, (out / METRICS_FILE).read_text().splitlines())
     curve = [[row["step"], row["val/accuracy"]] for row in rows if "val/accuracy" in row]
     return {
@@ -74,6 +76,27 @@ def train(flags: list[str], kind: str, minutes: float, seed: int, out: Path, roo
         **{key: spent[key] for key in ("seconds", "epochs", "steps", "pflop", "of_products")},
         "held_out_accuracy": curve,
     }  # fmt: skip
+
+
+def check_class(kind: str, saved: SavedModel, out: Path) -> None:
+    """Check that a model is of a class.
+
+    Raises:
+        ValueError: It is not.
+    """
+    model = saved.config.model
+    is_timm = model.name.startswith("timm:") and saved.has_maps  # with attention
+    if (saved.config.data.name, model.pretrained) != ("cifar10", None):
+        raise ValueError(f"{out}: a record is of CIFAR-10, and from scratch")
+    if not (is_timm if kind == "timm" else model.name == "vit"):
+        raise ValueError(f"{out}: {model.name} is not a Vision Transformer of the class {kind}")
+    if (saved.config.optim.teacher is not None) != (kind == "taught"):
+        raise ValueError(f"{out}: a run with a teacher is taught, and others are not")
+    if kind == "plain":
+        if sum(isinstance(module, nn.Conv2d) for module in saved.model.modules()) != 1:
+            raise ValueError(f"{out}: a plain model has no convolution but that of the patches")
+        with tempfile.TemporaryDirectory() as folder:
+            program("eval.py", str(out), "export", "timm", "--out", f"{folder}/timm")
 
 
 def run(given: argparse.Namespace, flags: list[str]) -> None:
@@ -89,8 +112,10 @@ def run(given: argparse.Namespace, flags: list[str]) -> None:
         train(flags, *about, seed, out, given.root)
         for seed, out in zip(given.seeds, outs, strict=True)
     ]
-    config = yaml.safe_load((outs[0] / CONFIG_FILE).read_text())
-    del config["out"], config["train"]["seed"], config["data"]["root"]
+    config = None
+    if given.kind != "cnn":
+        config = yaml.safe_load((outs[0] / CONFIG_FILE).read_text())
+        del config["out"], config["train"]["seed"], config["data"]["root"]
     record = {
         "class": given.kind, "minutes": given.minutes, "date": str(date.today()),
         "commit": commit(), "machine": machine(), "flags": flags, "config": config, "runs": runs,
@@ -108,10 +133,15 @@ def verify(given: argparse.Namespace) -> None:
     # The lower end of the 95% interval of one more run.
     width = float(students_t.ppf(0.975, count - 1)) * math.sqrt(1 + 1 / count)
     lowest = mean - width * statistics.stdev(accuracies)
+    config = given.runs / f"{given.name}.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(yaml.safe_dump(record["config"]))
+    flags = [] if record["config"] is None else ["--config", str(config)]
     for seed in given.seeds:
         out = given.runs / f"{given.name}_verify_{seed}"
-        about = record["flags"], record["class"], record["minutes"]
-        accuracy = train(*about, seed, out, given.root)["accuracy"]
+        accuracy = train(flags, record["class"], record["minutes"], seed, out, given.root)[
+            "accuracy"
+        ]
         print(f"seed {seed}: {accuracy:.2%}, record {mean:.2%}, at least {lowest:.2%} expected")
         if accuracy < lowest:
             raise ValueError(f"{given.name}: {accuracy:.2%} is below {lowest:.2%}")
@@ -160,8 +190,8 @@ def main() -> None:
         part.add_argument("--runs", type=Path, default=Path("runs/speedrun"))
         part.add_argument("--root", default="data")
     given, flags = parser.parse_known_args()
-    if flags and given.command != "run":
-        parser.error(f"{given.command} takes no flags of train.py")
+    if flags and (given.command != "run" or given.kind == "cnn"):
+        parser.error(f"{given.command} takes no flags here: {' '.join(flags)}")
     try:
         if given.command == "run":
             run(given, flags)
