@@ -35,6 +35,8 @@ def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> 
     for found in (vit.evaluate(classifier), vit.evaluate(classifier, test)):
         assert (found["n"], found["loss"]) == (2000, pytest.approx(expected["loss"], rel=1e-6))
     assert vit.evaluate(classifier, test.select(torch.arange(10)), batch_size=3)["n"] == 10
+    with pytest.raises(ValueError, match=r"^classes: .* those of the model, in its order"):
+        vit.evaluate(classifier, dataclasses.replace(test, classes=test.classes[::-1]))
 
 
 @pytest.mark.slow

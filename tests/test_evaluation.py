@@ -170,6 +170,19 @@ def test_logits_are_the_model_whatever_the_batch_size_and_near_it_in_bfloat16(mo
     assert 0 < (rounded - logits).abs().max() < 0.1 * logits.std()
 
 
+def test_what_would_give_wrong_predictions_is_refused(model, images):
+    """Images from 0 to 1, a model in training mode, and names that a dictionary would merge."""
+    fractions = images / 255
+    before = fractions.clone()
+    with pytest.raises(ValueError, match=r"images: torch.float32 .* torch.uint8, from 0 to 255"):
+        classify(model).logits(fractions)
+    assert torch.equal(fractions, before)
+    with pytest.raises(ValueError, match=r"training mode .* call model.eval\(\)"):
+        classify(copy.deepcopy(model).train())
+    with pytest.raises(ValueError, match=r"classes: .*; it must be names that differ"):
+        dataclasses.replace(classify(model), classes=("crane",) * 10)
+
+
 def test_mirror_images_count_as_much_as_the_images(model, images):
     both = dataclasses.replace(classify(model), flip=True)
     plain = classify(model).logits(images)

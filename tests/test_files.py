@@ -129,3 +129,19 @@ def test_seal_breaks_with_any_bit() -> None:
         assert unseal(bytes(changed)) is None
     for length in range(len(sealed)):
         assert unseal(sealed[:length]) is None
+
+
+def test_a_file_system_may_be_unable_to_flush_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As folders that are shared with a virtual machine."""
+    fsync = os.fsync
+
+    def fsync_of_files(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", fsync_of_files)
+    write_atomically(tmp_path / "file", b"whole")
+    assert (tmp_path / "file").read_bytes() == b"whole"

@@ -26,7 +26,7 @@ from vit.data.images import ImageSet
 from vit.files import seal
 from vit.model_file import BLANK, DIGEST_KEY, METADATA_KEY
 from vit.pretrained.load import load as load_model
-from vit.reporting.loading import load_test
+from vit.reporting.loading import load_split, load_test
 from vit.reporting.model_card import model_card
 from vit.reporting.report import write_report
 from vit.run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
@@ -393,6 +393,8 @@ def test_a_model_file_chooses_no_place_for_downloads(
         )
         with pytest.raises(ValueError, match=f"data.root: {name} is not in {place}"):
             load_test(load_model(path, "cpu", "float32"))
+        with pytest.raises(ValueError, match=rf"data.root: {name} is not in {place}"):
+            load_split(load_model(path, "cpu", "float32"), None)
         assert not place.exists()
 
 

@@ -73,6 +73,11 @@ class Classifier:
     shift: bool = False
 
     def __post_init__(self) -> None:
+        require(
+            not self.model.training, "model", "in training mode", "in evaluation mode: model.eval()"
+        )
+        different = len({*self.classes}) == len(self.classes)
+        require(different, "classes", self.classes, "names that differ from each other")
         if any(t.is_inference() for t in (*self.model.parameters(), *self.model.buffers())):
             with torch.inference_mode(False):  # where copies may have gradients, which maps need
                 object.__setattr__(self, "model", copy.deepcopy(self.model))

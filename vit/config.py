@@ -44,6 +44,7 @@ class OptimConfig:
             blocks and adamw for the rest
         lr: peak learning rate of AdamW
         weight_decay: weight decay of AdamW; not of norms, biases, tokens and positions
+            at the input
         muon_lr: peak learning rate of Muon
         muon_weight_decay: weight decay of Muon
         muon_momentum: momentum of Muon

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from playwright.sync_api import Frame, Page, expect
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from attention_tab import (
@@ -41,10 +41,12 @@ from attention_tab import (
     weights_of,
     write_record,
 )
+from models import PLAIN, randomize
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.rollout import attention_rollout
 from vit.explain.statistics import attention_by_offset, attention_entropy
+from vit.model.vit import VisionTransformer
 from vit.pretrained.load import load as load_model
 from vit.reporting.add_attention import add_attention
 from vit.reporting.attention_records import add_summary, attention_records
@@ -661,16 +663,20 @@ def test_runs_of_another_width_and_without_features_say_so(page: Page, address: 
 
 # Questions to the live model, answered by torch too
 
-SIDE, GRID, LIVE_STEPS, RUN = 32, 8, (0, 100, 200), "quick"
+SIDE, GRID, LIVE_STEPS, RUN, SMALL_RUN = 32, 8, (0, 100, 200), "quick", "small"
 PROBE = "attention/probe_{:02d}"
 HALF = 1e-2  # error of a logit with weights of float16
 
 
 class Logged(NamedTuple):
-    """Images of a run, and its model at each step; the first step is not live."""
+    """Images of a run, and its model at each step; the first step is not live.
+
+    Another run, `SMALL_RUN`, has one image, a coarser grid and sigmoid attention.
+    """
 
     pixels: Tensor
     models: dict[int, Classifier]
+    small: Classifier
 
 
 def images() -> Tensor:
@@ -684,25 +690,36 @@ def logged(logs: Path) -> Logged:
     pixels = images()
     original = load_model("cifar10_quick", "cpu", "float32")
     models = {}
-    with SummaryWriter(str(logs / RUN)) as writer:
-        for step in LIVE_STEPS:
-            model = copy.deepcopy(original.model)
-            torch.manual_seed(step)
-            for parameter in model.parameters():
-                parameter.data.add_(
-                    torch.randn_like(parameter), alpha=0.0001 * (LIVE_STEPS[-1] - step)
-                )
-            models[step] = Classifier(
-                model, original.preprocess, original.classes, original.device, torch.float32
-            )
-            probes = ImageSet(pixels, torch.tensor([3, 4, 5]), original.classes)
-            for _, records in attention_records(models[step], probes):
+    for step in LIVE_STEPS:
+        model = copy.deepcopy(original.model)
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.0001 * (LIVE_STEPS[-1] - step))
+        models[step] = with_model(original, model)
+    write_live(logs / RUN, models, pixels)
+    sizes = {"img_size": SIDE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    model = VisionTransformer(**(PLAIN | sizes), num_classes=10, attention="sigmoid")
+    small = with_model(original, randomize(model, 0.3).eval())
+    write_live(logs / SMALL_RUN, {200: small}, pixels[:1])
+    return Logged(pixels, models, small)
+
+
+def with_model(original: Classifier, model: nn.Module) -> Classifier:
+    about = original.preprocess, original.classes, original.device
+    return Classifier(model, *about, torch.float32)
+
+
+def write_live(run: Path, models: dict[int, Classifier], pixels: Tensor) -> None:
+    """Log the attention of models at steps, and, but for step 0, the models."""
+    with SummaryWriter(str(run)) as writer:
+        for step, classifier in models.items():
+            probes = ImageSet(pixels, torch.tensor([3, 4, 5])[: len(pixels)], classifier.classes)
+            for _, records in attention_records(classifier, probes):
                 for number, record in enumerate(records):
                     assert record is not None
                     add_summary(writer, summaries(PROBE.format(number), record), step)
             if step:
-                add_live(writer, models[step], pixels, step)
-    return Logged(pixels, models)
+                add_live(writer, classifier, pixels, step)
 
 
 def show_live(page: Page, address: str, **parameters: Any) -> Frame:
@@ -901,6 +918,25 @@ def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live
     assert numbers(frame)["change"] == before
     frame.get_by_role("button", name="Reset").click()
     frame.wait_for_function("() => window.attentionTab.state.mute === ''")
+
+
+def test_another_run_may_have_another_grid_other_attention_and_one_image(
+    page: Page, address: str, logged: Logged
+) -> None:
+    mute, patches = "0.1", "10:mean"
+    frame = show_live(page, address, run2=SMALL_RUN, mute=mute, patches=patches)
+    answered(frame, mute=mute, patches=patches)
+    change = frame.locator(".change")
+    expect(change.nth(1)).to_contain_text("the grids of patches differ")
+    frame.evaluate("(run) => window.attentionTab.chooseRun(run)", SMALL_RUN)
+    shown = answered(frame, mute=mute, patches="")  # a patch of another grid is another place
+    logits, weights, *_ = asked(logged.small, logged.pixels[0], mute=[(0, 1)])
+    np.testing.assert_allclose(shown["change"]["after"], logits[0], atol=HALF)
+    # Rows of weights are taken as fractions of their sum.
+    entropy = attention_entropy(list(weights.unbind(1)))
+    np.testing.assert_allclose(shown["statistics"]["entropy"], entropy, atol=0.01)
+    frame.evaluate("() => window.attentionTab.edit({ patches: '1:other' })")
+    expect(change.first).to_contain_text("There is no other image")
 
 
 def test_a_model_of_another_shape_than_the_image_is_refused_and_the_rest_shown(

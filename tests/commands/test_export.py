@@ -229,8 +229,11 @@ def test_export_that_differs_is_not_kept(tmp_path, monkeypatch, wrong):
 def test_export_replaces_its_own_result_but_nothing_else(tmp_path, run):
     options, target = ExportConfig(formats=("timm",), out=str(tmp_path)), tmp_path / "timm"
     export_run(str(run), options)
+    reader = target / "preprocess.py"
+    earlier = f"# of another version\n{reader.read_text()}"
+    reader.write_text(earlier)
     export_run(str(run), options)
-    assert len(list(target.iterdir())) == 3
+    assert len(list(target.iterdir())) == 3 and reader.read_text() != earlier
     other = save(tmp_path / "other", {}, replace(RGB, fit="pad"))
     (tmp_path / "model.onnx").write_text("mine")
     for source, name, file in ((other, "timm", "timm/preprocess.py"), (run, "onnx", "model.onnx")):

@@ -155,6 +155,11 @@ def test_photo_keeps_its_aspect_ratio_and_what_the_model_sees_is_framed(classifi
     assert faded[0] > 200 and faded[1] == faded[2] > 150  # paler than the photo
 
 
+def test_a_frame_may_be_narrower_than_a_pixel(classifier):
+    for size in ((20, 20_000), (9000, 16), (2, 3000)):
+        assert sheet(classifier.explain(np.full((*size, 3), 200, np.uint8), "relevance")).size
+
+
 def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch):
     found = classifier.explain(draw_photo(32, 32))
     found.save(tmp_path / "sheet.png")

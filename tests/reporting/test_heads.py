@@ -71,8 +71,17 @@ def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None
 
 
 def test_a_run_without_held_out_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no images were held out \(data.val_size=0\)"):
-        measure_run(str(saved_run(tmp_path / "run", 0)), HeadsConfig(device="cpu"))
+    run = saved_run(tmp_path / "run", 0)
+    with pytest.raises(ValueError, match=r"0 images held out \(data.val_size=0\); 2 are needed"):
+        measure_run(str(run), HeadsConfig(device="cpu"))
+
+
+def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", 10)
+    (tmp_path / "heads.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"heads\.json exists and is not of heads"):
+        measure_run(str(run), HeadsConfig(device="cpu", images=2, out=str(tmp_path)))
+    assert (tmp_path / "heads.json").read_text() == "mine"
 
 
 def test_the_table_lists_the_heads_that_cost_most_and_those_that_can_go() -> None:

@@ -28,6 +28,7 @@ from vit.evaluation import report
 from vit.model_file import BUNDLED
 from vit.pretrained.load import load as load_model
 from vit.reporting.model_card import model_card, write_hub
+from vit.reporting.report import weights_digest
 from vit.reporting.tables import metrics_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +151,11 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     assert f"{saved.step:,} optimizer steps on `cifar10`" in text
     (tmp_path / "eval/report.json").write_text(json.dumps({**json.loads(content), "flip": True}))
     assert "Not measured." in model_card(saved)  # not as the code in the card classifies
+    (tmp_path / "eval/report.json").write_text(json.dumps({**json.loads(content), "weights": "0"}))
+    assert "Not measured." in model_card(saved)  # of another model in this folder
+    own = json.dumps({**json.loads(content), "weights": weights_digest(saved.model)})
+    (tmp_path / "eval/report.json").write_text(own)
+    assert "Not measured." not in model_card(saved)
 
 
 # Bundled models.

@@ -11,7 +11,7 @@ from vit.files import write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
 from vit.reporting.heads import Effect, draw_heads, measure_groups, ranked
-from vit.reporting.loading import load_run, load_split, results_folder
+from vit.reporting.loading import load_run, load_split, require_own, results_folder
 from vit.reporting.tables import text_table
 from vit.run.folder import HEADS_FILE, HEADS_PICTURE
 
@@ -27,6 +27,8 @@ def run(name: str, options: HeadsConfig) -> None:
     require_attention(saved.model)
     images = load_held_out(saved, options)
     folder = results_folder(saved, options.out)
+    files = (HEADS_FILE, HEADS_PICTURE)
+    require_own(folder, HEADS_FILE, {"model", "images", "heads"}, files, "heads")
     say(f"{saved.describe()}, {len(images):,} held-out images of {saved.config.data.name}")
     groups = measure_groups(saved, images, options.pairs, options.batch_size)
     table = {part: [asdict(effect) for effect in effects] for part, effects in groups.items()}
@@ -39,9 +41,10 @@ def run(name: str, options: HeadsConfig) -> None:
 def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
     """Load `options.images` of the images that were held out when a model was trained."""
     held_out = load_split(saved, options.data.root)[1]
-    if not len(held_out):
+    if len(held_out) < 2:  # of which there is no interval
         size = json.dumps(saved.config.data.val_size)
-        raise ValueError(f"{saved.path}: no images were held out (data.val_size={size})")
+        images = counted(len(held_out), "image")
+        raise ValueError(f"{saved.path}: {images} held out (data.val_size={size}); 2 are needed")
     held_out = held_out.resized(saved.preprocess)
     return choose_images(held_out, options.images, options.seed, "heads")
 

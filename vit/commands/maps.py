@@ -66,7 +66,9 @@ def run(name: str, options: MapsConfig) -> None:
     )
     default = 0 if options.indices else 500
     count = min(default if options.faithfulness is None else options.faithfulness, len(test))
-    if count:
+    if count == 1:
+        say("\nfaithfulness is not measured: a single image has no interval")
+    if count > 1:
         say(f"\nmeasuring faithfulness on {count:,} randomly chosen test images")
         chosen = choose_images(test, count, options.seed, "eval.faithfulness")
         batch_size = options.batch_size

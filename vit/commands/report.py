@@ -12,6 +12,7 @@ from vit.commands.config import ReportConfig
 from vit.console import printable, say
 from vit.data.datasets import report_copies
 from vit.data.images import ImageSet
+from vit.data.layout import join
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import calibration_table, make_sets, sets_table
 from vit.reporting.corruptions import report_corruptions
@@ -28,6 +29,7 @@ from vit.reporting.report import require_own_report, write_part, write_report
 from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE
+from vit.settings import require
 
 
 def evaluate(
@@ -46,6 +48,9 @@ def evaluate(
     """
     if not isinstance(images, ImageSet):
         images = load_test(require_loaded(classifier), None if images is None else str(images))
+    allowed = f"those of the model, in its order: {join(classifier.classes)}"
+    require(images.classes == classifier.classes, "classes", join(images.classes), allowed)
+    images = images.resized(classifier.preprocess)
     return evaluation.evaluate(classifier, images, batch_size)[0]
 
 
@@ -70,7 +75,7 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
         make_sets(saved, none, none[:, 0], options.coverage)
     if not own:
         with contextlib.suppress(ValueError):  # of missing training images
-            report_copies([load_split(saved, None)[0], test])
+            report_copies([load_split(saved, None, download=False)[0], test])
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     source = {"data": data.name, "root": data.root, "own": own}
     result = write_report(saved, test, folder, saved.step, batch_size, options.coverage, source)

@@ -94,6 +94,9 @@ class Preprocess(ArrayPreprocess):
 
     def normalize(self, images: Tensor) -> Tensor:
         """Scale images (N, C, H, W) uint8 to float32 with mean 0 and standard deviation 1."""
+        settings.require(
+            images.dtype == torch.uint8, "images", images.dtype, "torch.uint8, from 0 to 255"
+        )
         scale, shift = _scale_and_shift(self, images.device)
         return images.float().mul_(scale).sub_(shift)
 

@@ -122,7 +122,8 @@ class Explanation:
         left, right = round(across * columns.start), round(across * columns.stop)
         drawn = (0.3 * pixels + 0.7 * 255).round().astype(np.uint8)
         drawn[top:bottom, left:right] = pixels[top:bottom, left:right]
-        picture, frame = Image.fromarray(drawn), (left, top, right - 1, bottom - 1)
+        frame = left, top, max(left, right - 1), max(top, bottom - 1)  # also of less than a pixel
+        picture = Image.fromarray(drawn)
         ImageDraw.Draw(picture).rectangle(frame, outline="black", width=BORDER)
         return np.array(picture)
 

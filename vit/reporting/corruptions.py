@@ -121,20 +121,18 @@ def _mean(survived: Tensor, clean: Tensor) -> dict[str, Any]:
     """Average the fraction of its corruptions that each image survives, (N,), 0 to 1.
 
     Returns mean with its interval mean_95, in which an image counts once; relative, the ratio to
-    the accuracy on clean images (NaN if that is 0), and relative_95 by the delta method.
+    the accuracy on clean images, and relative_95 by the delta method; both None if that is 0.
     """
     mean, count = survived.mean().item(), len(survived)
-    on_clean = clean.mean().item() or math.nan
-    ratio = mean / on_clean
     error = survived.std(correction=0).item() / math.sqrt(count)
+    result = {"mean": mean, "mean_95": interval_of_mean(mean, error, count)}
+    on_clean = clean.mean().item()
+    if on_clean == 0:
+        return {**result, "relative": None, "relative_95": None}
+    ratio = mean / on_clean
     error_of_ratio = (survived - ratio * clean).square().mean().sqrt().item() / on_clean
     half = Z * error_of_ratio / math.sqrt(count)
-    return {
-        "mean": mean,
-        "mean_95": interval_of_mean(mean, error, count),
-        "relative": ratio,
-        "relative_95": (max(0.0, ratio - half), ratio + half),
-    }
+    return {**result, "relative": ratio, "relative_95": (max(0.0, ratio - half), ratio + half)}
 
 
 def compare_corrupted(

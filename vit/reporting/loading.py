@@ -127,7 +127,12 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         note(f"test images of {len(test.classes)} of {len(classes)} classes; none: {join(missing)}")
         numbers = torch.tensor([classes.index(name) for name in test.classes])
         test = dataclasses.replace(test, labels=numbers[test.labels], classes=classes)
-    if test.split and saved.fingerprint not in ("", test.fingerprint):
+    if test.split and not saved.fingerprint:
+        note(
+            f"{root} does not say which images are for testing, so {len(test):,} of them are "
+            "chosen, as in training; put all of them into test/<class>/ of a folder to test on all"
+        )
+    elif test.split and saved.fingerprint != test.fingerprint:
         changed = f"files in {root} were added, deleted or renamed since {saved.path} was trained"
         problem = f"{changed}, or it had another data.test_fraction"
         if not own:
@@ -153,7 +158,9 @@ def _included(saved: SavedModel) -> ImageSet:
     return test.resized(saved.preprocess)
 
 
-def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
+def load_split(
+    saved: SavedModel, root: str | None, download: bool = True
+) -> tuple[ImageSet, ImageSet]:
     """Find the training images of a model and the held-out ones; files are not decoded.
 
     They are where they were in training, or else in `root`. ValueError if they are missing, or
@@ -161,11 +168,12 @@ def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]
     """
     data = saved.config.data
     if root is not None:
-        config = dataclasses.replace(saved.config, data=dataclasses.replace(data, download=False))
         with contextlib.suppress(ValueError):
-            return load_split(dataclasses.replace(saved, config=config), None)
+            return load_split(saved, None, download=False)
         data = dataclasses.replace(data, root=root)
         check_stored(data)
+    else:  # nothing is downloaded into a folder that only the model file names
+        data = dataclasses.replace(data, download=download and data.root == type(data).root)
     training, held_out = split_training(data, saved.config.train.seed)
     if saved.fingerprint not in ("", training.fingerprint):
         raise ValueError(

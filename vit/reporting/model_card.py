@@ -18,6 +18,7 @@ from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
 from vit.reporting.loading import require_replaceable
+from vit.reporting.report import weights_digest
 from vit.reporting.tables import markdown, metrics_table, read_report
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 
@@ -60,7 +61,8 @@ def model_card(saved: SavedModel) -> str:
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     report = read_report(file) if saved.finished and file.exists() else {}
     own = (report.get("source") or {}).get("own", True)
-    if report.get("flip") or not own:  # not what the code in the card does on the test images
+    another = report.get("weights") not in (None, "", weights_digest(saved.model))
+    if report.get("flip") or not own or another:  # not what the code in the card does
         report = {}
     task, data = "image-classification", saved.config.data.name
     metadata: dict[str, Any] = {"library_name": LIBRARY, "license": "unknown", "pipeline_tag": task}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.console import warn
@@ -58,7 +58,8 @@ def write_report(
     about = {"date": str(date.today()), "precision": str(classifier.precision).split(".")[1]}
     kept = _kept_parts(folder, digest := _digest(classifier, images))
     kept |= {} if training is None else {"training": training}
-    result |= {**about, "source": source, "digest": digest, **kept}
+    weights = weights_digest(classifier.model)
+    result |= {**about, "source": source, "digest": digest, "weights": weights, **kept}
     result["calibration"] = measure_calibration(classifier, images, logits, result)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
     if coverage := coverage or kept.get("sets", {}).get("coverage"):
@@ -83,6 +84,14 @@ def write_report(
     write_part(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Identify the weights of a model."""
+    digest = hashlib.sha256()
+    for weight in model.state_dict().values():
+        digest.update(weight.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _digest(classifier: Classifier, images: ImageSet) -> str:

@@ -39,6 +39,7 @@ StoredReport = create_model(
     confusion_matrix=(list[list[int]], ...),
     calibration=(dict[str, Probabilities] | None, None),
     flip=(bool, False),
+    weights=(str, ""),
     source=(Source | None, None),
     **_measures("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1"),
 )

@@ -20,6 +20,7 @@ from vit.data.stream import ImageFiles
 from vit.explain.charts import scores_picture
 from vit.intervals import bootstrap
 from vit.model_file import SavedModel
+from vit.reporting.loading import warn_skipped
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
 from vit.settings import require, suggest
@@ -50,10 +51,16 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
     else:
         allowed = f"a folder of images or one of {', '.join(known)}{suggest(name, known)}"
         require(Path(name).is_dir(), "unfamiliar", name, allowed)
-        paths = tuple(map(str, find_photos([name], "unfamiliar")))
+        images = ImageFiles(
+            tuple(map(str, find_photos([name], "unfamiliar"))), preprocess, data.workers
+        )
+        problems = dict(images.problems())
+        for problem in problems.values():
+            warn_skipped(problem)
+        readable = [number for number in range(len(images)) if number not in problems]
+        images = images[torch.tensor(readable, dtype=torch.int64)]
         enough = f"a folder of at least {FEWEST} images, for meaningful intervals"
-        require(len(paths) >= FEWEST, "unfamiliar", name, enough)
-        images = ImageFiles(paths, preprocess, data.workers)
+        require(len(images) >= FEWEST, "unfamiliar", name, enough)
     return ImageSet(images, torch.zeros(len(images), dtype=torch.int64), ("none",))
 
 

@@ -30,6 +30,7 @@ export class App {
   history = []; // changes before the present ones
   #lists = new Map(); // run → its images, as listed by the server
   #known = null; // JSON of the runs
+  #taken = null; // the photo that is being opened
   #left = ""; // the image that was shown when another run was chosen
   #turn = 0;
 
@@ -276,7 +277,7 @@ export class App {
   }
 
   canAsk() {
-    return this.panes.some((pane) => pane.isLive);
+    return this.panes.some((pane) => pane.isLive && !pane.element.hidden);
   }
 
   /** Change the model or the image; `along`: as a part of the change before. */
@@ -309,11 +310,14 @@ export class App {
 
   /** Show a photo in place of the images, if it can be read; null takes it away. */
   async takePhoto(photo) {
+    const shown = this.state.image;
+    this.#taken = photo;
     try {
       if (photo) (await open(photo)).close();
     } catch (error) {
       return this.toolbar.say(`${photo.name}: ${error.message}`);
     }
+    if (this.#taken !== photo || this.state.image !== shown) return undefined; // by now, another is chosen
     return photo ? this.edit({ photo }) : this.#change({ photo });
   }
 
@@ -385,7 +389,7 @@ export class App {
   /** Show a run: the image that is shown, if the run has it, else its first one. */
   chooseRun(run) {
     this.#left = this.state.image || this.#left; // empty until the images of a run are listed
-    this.set({ run, step: null, image: "" });
+    this.set({ run, step: null, image: "", ...(this.state.linked === "yes" && { step2: null }) });
   }
 
   /** Show another run beside this one, or this run at another step; null shows one pane. */

@@ -49,10 +49,15 @@ export function cancelAll() {
 /** Wait for a promise, until everything is cancelled. */
 function orCancelled(promise) {
   const { signal } = loading;
-  const cancelled = new Promise((_, reject) =>
-    signal.addEventListener("abort", () => reject(signal.reason)),
+  let cancel;
+  const cancelled = new Promise((_, reject) => {
+    cancel = () => reject(signal.reason);
+    signal.addEventListener("abort", cancel);
+  });
+  // A listener that stayed would keep the model, with its weights.
+  return Promise.race([promise, cancelled]).finally(() =>
+    signal.removeEventListener("abort", cancel),
   );
-  return Promise.race([promise, cancelled]);
 }
 
 /** Return the pixels of a record's image, or of a photo, as the model of a step takes them. */
@@ -124,10 +129,17 @@ function recordOf(record, pixels, hide, muted, after, photo) {
 /** Return the entropy of each head's attention, L times (H,), as in vit/explain/statistics.py. */
 function entropiesOf(weights, { layers, heads, tokens }, removed) {
   const largest = Math.log(tokens - removed) || 1;
+  // Of the fractions of a row's sum, as rows of some attention do not sum to 1, or have negative weights.
+  const entropyOfRow = (row) => {
+    const sum = row.reduce((sum, weight) => sum + Math.max(0, weight), 0);
+    return row.reduce((entropy, weight) => {
+      return entropy - (weight > 0 ? (weight / sum) * Math.log(weight / sum) : 0);
+    }, 0);
+  };
   const entropyOf = (matrix) => {
-    const all = weights.subarray(matrix * tokens ** 2, (matrix + 1) * tokens ** 2);
-    const sum = all.reduce((sum, weight) => sum - (weight > 0 ? weight * Math.log(weight) : 0), 0);
-    return sum / (tokens - removed) / largest;
+    const rows = range(tokens).map((row) => (matrix * tokens + row) * tokens);
+    const entropies = rows.map((at) => entropyOfRow(weights.subarray(at, at + tokens)));
+    return entropies.reduce((sum, one) => sum + one, 0) / (tokens - removed) / largest;
   };
   return range(layers).map((layer) => range(heads).map((head) => entropyOf(layer * heads + head)));
 }
@@ -145,7 +157,7 @@ function rolloutOf({ details, prefix, layers }, weights) {
   if (details.readout === null || !logged) return [];
   const token = details.readout === "class_token" ? 0 : MEAN;
   const values = [...weights.rollouts(token, "to")[layers - 1].slice(prefix.length)];
-  return [{ ...logged, values }];
+  return [{ ...logged, title: "attention rollout", values }]; // without options of the logged one
 }
 
 /**

@@ -130,6 +130,7 @@ function blurred(image, sigma) {
   const [sharp, soft] = range(2).map(() => new OffscreenCanvas(image.width, image.height));
   sharp.getContext("2d").putImageData(image, 0, 0);
   const context = soft.getContext("2d");
+  if (context.filter === undefined) throw new Error("This browser cannot blur patches.");
   context.filter = `blur(${sigma}px)`;
   context.drawImage(sharp, 0, 0);
   const { data } = context.getImageData(0, 0, image.width, image.height);

@@ -209,7 +209,7 @@ export function digits(value) {
 }
 
 export function percent(probability) {
-  return `${(100 * probability).toFixed(probability < 0.1 || probability >= 0.9995 ? 1 : 0)}%`;
+  return `${(100 * probability).toFixed(probability < 0.1 || probability >= 0.995 ? 1 : 0)}%`;
 }
 
 export function meanOf(vectors) {

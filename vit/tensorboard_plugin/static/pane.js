@@ -23,6 +23,7 @@ const SLOW = 300; // milliseconds until a pane says that it is loading
 
 export class Pane {
   logged = null; // the record as the server has it
+  fetched = Promise.resolve(null); // the record that is wanted, of a turn that may not be shown
   record = null; // what is shown: the same, or what the live model makes of it
   isLive = false;
   liveNote = "";
@@ -131,7 +132,11 @@ export class Pane {
     if (!this.record) this.#say("Loading …");
     const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
     try {
-      const logged = await fetchRecord(wanted.run, wanted.image, wanted.at);
+      this.fetched = fetchRecord(wanted.run, wanted.image, wanted.at);
+      const logged = await this.fetched;
+      // Patches that were changed in another grid are other places here.
+      if (this.side === "a" && this.app.state.patches && hasOtherGrid(this.logged, logged))
+        return this.app.set({ patches: "" });
       const record = await this.#ask(logged, wanted, turn);
       if (record === null) return undefined;
       const compared = record.change ? [] : await this.#features(wanted);
@@ -164,10 +169,16 @@ export class Pane {
     const say = (note) => turn === this.#turn && (this.liveNote = note);
     try {
       const live = await liveOf(run, app.newsOf(run));
-      this.isLive = live.steps.some(({ step }) => step === logged.step);
+      const isLive = live.steps.some(({ step }) => step === logged.step);
+      if (turn === this.#turn) this.isLive = isLive;
       say(noteOf(live, logged.step));
-      if (!this.isLive || !app.isChanged()) return logged;
+      if (!isLive || !app.isChanged()) return logged;
+      const first = await app.panes[0].fetched.catch(() => null);
+      if (app.state.patches && this.side === "b" && hasOtherGrid(first, logged))
+        throw new Error("Nothing is changed here, because the grids of patches differ.");
       const lender = app.state.patches.includes("other") && app.secondOf(images);
+      if (lender && !app.photo && lender.tag === logged.tag)
+        throw new Error("There is no other image; choose a second image.");
       const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));
       const { mute, patches } = app.state;
       return await ask(logged, live, { mute, patches, photo: app.photo, other }, this.side);
@@ -390,6 +401,11 @@ export class Pane {
     if (!record || !painted) return { problem: this.message.textContent };
     return numbersOf(record, painted.scene, painted.shown);
   }
+}
+
+/** Tell whether two records have different grids of patches. */
+function hasOtherGrid(first, second) {
+  return first && (first.rows !== second.rows || first.columns !== second.columns);
 }
 
 /** Say why a step is not live, and which steps are; nothing if all are. */

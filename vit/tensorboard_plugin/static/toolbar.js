@@ -35,7 +35,7 @@ export class Toolbar {
     this.app = app;
     this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)), { title: LISTED });
     this.others = menu("Compare with", (value) => app.compare(JSON.parse(value)));
-    this.linked = this.#checkbox("linked");
+    this.linked = this.#checkbox("linked", { step2: null });
     this.image2 = menu("Image of the second pane", (image2) => app.set({ image2 }));
     this.comparing = make(
       "span",
@@ -70,8 +70,10 @@ export class Toolbar {
     this.element = make("header", "toolbar", ...lines, this.help);
   }
 
-  #checkbox(name) {
-    const change = ({ target }) => this.app.set({ [name]: target.checked ? "yes" : "no" });
+  /** Make a checkbox of a part of the state; `ticked`: what else changes when it is ticked. */
+  #checkbox(name, ticked = {}) {
+    const change = ({ target }) =>
+      this.app.set(target.checked ? { [name]: "yes", ...ticked } : { [name]: "no" });
     return make("input", { type: "checkbox", change });
   }
 

@@ -192,11 +192,13 @@ export class Tour {
     if (shown !== this.#shown || !whole) return;
     const [state, figures, missing] = STEPS[tour - 1](whole);
     const asks = "patches" in state;
-    const problem = asks && !app.canAsk() ? () => app.panes[0].liveNote : missing;
+    let problem = asks && !app.canAsk() ? () => app.panes[0].liveNote : missing;
     if (!problem) await (asks ? app.edit(state) : app.set(state));
+    const { record } = app.panes[0];
+    if (!problem && asks && !record?.change) problem = () => app.panes[0].liveNote;
     if (state.view) app.panes[0].host.scrollIntoView({ block: "nearest" });
     if (shown !== this.#shown) return;
-    const found = { ...figures, ...changeOf(app.panes[0].record) };
+    const found = { ...figures, ...changeOf(record ?? {}) };
     this.#set = isLast ? null : JSON.stringify(this.#ownState());
     this.#say = (words) => (problem ? problem(words) : words.steps[tour - 1][1](found));
     this.#write();
