@@ -41,7 +41,7 @@ def git(*words: str) -> str:
 
 def commit() -> str:
     """Return the commit of this repository, and whether what trains has been changed since."""
-    changed = git("status", "--porcelain", "--", "vit", "configs", "train.py", "benchmarks")
+    changed = git("status", "--porcelain", "--", "vit", "configs", "train.py", "benchmarks/scale")
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
