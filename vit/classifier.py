@@ -73,9 +73,8 @@ class Classifier:
     shift: bool = False
 
     def __post_init__(self) -> None:
-        require(
-            not self.model.training, "model", "in training mode", "in evaluation mode: model.eval()"
-        )
+        allowed = "in evaluation mode; call model.eval()"
+        require(not self.model.training, "model", "in training mode", allowed)
         different = len({*self.classes}) == len(self.classes)
         require(different, "classes", self.classes, "names that differ from each other")
         if any(t.is_inference() for t in (*self.model.parameters(), *self.model.buffers())):
