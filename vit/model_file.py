@@ -15,7 +15,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vit.calibration import Calibration
@@ -160,6 +160,14 @@ def build_saved(
         calibration=getattr(about, "calibration", None), config=config, step=about.step,
         total_steps=getattr(about, "total_steps", None), path=path, fingerprint=about.fingerprint,
     )  # fmt: skip
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Identify the weights of a model."""
+    digest = hashlib.sha256()
+    for weight in model.state_dict().values():
+        digest.update(weight.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -111,6 +111,15 @@ def test_processes_that_cannot_train_are_not_started(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_without_a_checkpoint_does_not_keep_its_number_of_processes(tmp_path: Path) -> None:
+    prepare_run(small(tmp_path / "run", train={"processes": 7}), resume=False)
+    counts = [
+        on_all_cores(small(tmp_path / name, train={"processes": None}), False).train.processes
+        for name in ("run", "new")
+    ]
+    assert counts[0] == counts[1]
+
+
 def children(process: subprocess.Popen[str]) -> list[int]:
     """The other processes of a run."""
     text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()

@@ -77,6 +77,19 @@ def test_a_precision_that_auto_chose_may_be_named(unfinished: Config) -> None:
         check_run(unfinished, overwrite=False, environment={**HOW, "precision": "torch.bfloat16"})
 
 
+def test_a_run_that_was_being_replaced_can_be_started_again(
+    unfinished: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vit.run.folder.write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_run(unfinished, resume=False)
+    assert (Path(unfinished.out) / "checkpoints").is_dir()
+    assert check_run(unfinished, overwrite=False, environment=HOW) is None
+
+
 def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) -> None:
     changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
     prepare_run(changed, resume=True, step=7)

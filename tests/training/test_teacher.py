@@ -58,7 +58,7 @@ def test_a_fraction_of_the_target_is_the_softmax_of_the_teacher_on_the_same_imag
 
 def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
     """Without a teacher, this run would train on features that are computed once."""
-    path, _ = teacher()
+    path, model = teacher()
     config = small(
         tmp_path / "run",
         augment={"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
@@ -71,6 +71,12 @@ def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
     assert make_step(config).prepare(images, torch.zeros(2, dtype=torch.int64))[1].min() > 0
     train(config)
     assert f"teacher  {path}, 50% of the target" in capsys.readouterr().out
+    make_step(config)
+    torch.nn.init.zeros_(model.head.weight)
+    changed = Classifier(model, PREPROCESS, tuple(KINDS), torch.device("cpu"), torch.float32)
+    save_model(Path(path), changed, small(tmp_path), 0)
+    with pytest.raises(ValueError, match=rf"^optim.teacher: {path} has changed since the run"):
+        make_step(config)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
             shared=shared,
             device=run.device,
         )  # fmt: skip
+    world.largest(torch.zeros(1))  # waits for all, as loading is not training time
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
         same_files = checkpoint.fingerprint in ("", training.fingerprint)  # "" in old checkpoints
@@ -171,11 +172,15 @@ def build_loop(
         schedule.image_size,
     )  # fmt: skip
     evaluators = [evaluator for make in EVALUATORS if (evaluator := make(setup)) is not None]
-    compiled = {"compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch}
+    began: dict[str, Any] = {
+        "compiled": step.compiled, "steps_per_epoch": schedule.steps_per_epoch,
+    }  # fmt: skip
+    if step.teacher is not None:
+        began["teacher"] = step.teacher.digest
     about: dict[str, Any] = {
         "config": to_dict(config), "preprocess": to_dict(step.preprocess),
         "classes": list(step.classes), "num_images": len(training),
-        "fingerprint": training.fingerprint, "environment": {**run.environment(), **compiled},
+        "fingerprint": training.fingerprint, "environment": {**run.environment(), **began},
     }  # fmt: skip
     return Loop(
         step, training, evaluators, tracker,

@@ -15,10 +15,9 @@ from vit.console import printable, say, sides
 from vit.files import write_atomically, write_json
 from vit.hub import HUB
 from vit.model.config import TIMM
-from vit.model_file import SavedModel, save_model
+from vit.model_file import SavedModel, save_model, weights_digest
 from vit.reporting.calibration import calibration_table
 from vit.reporting.loading import require_replaceable
-from vit.reporting.report import weights_digest
 from vit.reporting.tables import markdown, metrics_table, read_report
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
@@ -18,6 +18,7 @@ from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import require_file, write_json, write_picture, write_table
+from vit.model_file import weights_digest
 from vit.reporting.calibration import make_sets, measure_calibration, measure_sets, with_sets
 from vit.reporting.loading import require_own
 from vit.reporting.tables import TOP, StoredParts, columns_of
@@ -84,14 +85,6 @@ def write_report(
     write_part(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Identify the weights of a model."""
-    digest = hashlib.sha256()
-    for weight in model.state_dict().values():
-        digest.update(weight.cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _digest(classifier: Classifier, images: ImageSet) -> str:

@@ -55,6 +55,7 @@ class Environment(TypedDict, total=False):
     threads: int
     compiled: bool
     steps_per_epoch: int
+    teacher: Text  # digest of its weights
 
 
 def _as_pairs(value: Any) -> Tensor:

@@ -78,8 +78,7 @@ _WRITTEN = (
     *(f"{EXPORT_FOLDER}/timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
     *(f"{EXPORT_FOLDER}/{name}" for name in (PREPROCESS_FILE, *EXPORTS.values()) if "." in name),
     *(f"{folder}.*.tmp" for folder in ("", "eval/", "eval/*/", "eval/*/*/", "export/")),
-    CONFIG_FILE,
-)
+)  # the config is replaced: without one, a folder is no run
 # Settings that must not change when a run is resumed.
 FIXED = (
     *("data.", "model.", "optim.name:", "optim.layer_decay:", "train.batch_size:"),
@@ -171,7 +170,8 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     if not resume:
         for path in written_files(run):
             delete(path)
-    values, stored, path, comments = to_dict(config), stored_config(run), run / CONFIG_FILE, []
+    values, path, comments = to_dict(config), run / CONFIG_FILE, []
+    stored = stored_config(run) if resume else None
     if stored is not None:
         lines = path.read_text(errors="replace").splitlines()
         comments = [line for line in lines if line.startswith("#")]

@@ -37,7 +37,7 @@ from vit.model.timm_model import timm_name
 from vit.model.variants import attention_code, check_attention, is_edited
 from vit.pretrained.adapt import Pretrained, with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
-from vit.run.folder import check_run, lock_run, stored_config
+from vit.run.folder import check_run, lock_run, unfinished_config
 from vit.settings import check
 from vit.training.schedule import scaled_size
 
@@ -230,7 +230,7 @@ def on_all_cores(config: Config, overwrite: bool) -> Config:
     """Fill in `train.processes`, see `choose_processes`, and check that they can share a batch."""
     if under_torchrun():
         return config
-    stored = None if overwrite else stored_config(Path(config.out))
+    stored = None if overwrite else unfinished_config(config)
     count = choose_processes(config, stored, cores_to_use())
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
     check_processes(config, count)

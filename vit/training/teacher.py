@@ -8,6 +8,7 @@ from vit.classifier import Classifier
 from vit.config import Config
 from vit.console import shorten, sides, warn
 from vit.data.images import ImageSet
+from vit.model_file import weights_digest
 from vit.pretrained.load import load
 from vit.training.schedule import Schedule
 from vit.training.start import Run, problem_with
@@ -20,6 +21,7 @@ class Teacher:
     classifier: Classifier
     fraction: float  # of the target that is the teacher's, 0 to 1
     name: str
+    digest: str  # of its weights
 
     def mix(self, images: Tensor, targets: Tensor) -> Tensor:
         """Mix targets (B, C) with the probabilities of normalized images (B, channels, H, W)."""
@@ -41,13 +43,17 @@ def load_teacher(run: Run, training: ImageSet, schedule: Schedule) -> Teacher | 
         if saved.run.resolve() == run.folder.resolve():
             raise ValueError(f"{name} is the run itself; train in another folder with --out")
         _check(saved, run, training.classes, schedule.size_at(0.0))
+        digest, before = weights_digest(saved.model), run.checkpoint
+        began = digest if before is None else before.environment.get("teacher", digest)
+        if began != digest and before is not None and before.config.optim.teacher == name:
+            raise ValueError(f"{name} has changed since the run began; restore it")
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
     seen = saved.config, saved.fingerprint
     warn_of_seen_images("optim.teacher", name, *seen, run.config, training)
     model = saved.model.to(run.device)
     teacher = replace(saved, model=model, device=run.device, precision=run.precision)
-    return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name))
+    return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name), digest)
 
 
 def _check(teacher: Classifier, run: Run, classes: tuple[str, ...], size: tuple[int, int]) -> None:
