@@ -48,6 +48,7 @@ BIAS_LR, HEAD_LR = 0.053, 0.67
 DECAY = 2e-6 * BATCH  # weight decay of both, times their rates
 MUON_LR = 0.24 * (BATCH / 2000) ** 0.5  # published for 2,000 images
 MOMENTUM, MUON_MOMENTUM = 0.85, 0.6
+NORM_MOMENTUM = 1 - 0.6 ** (BATCH / 2000)  # remembers as many images as the published 0.4
 STEM_BIAS_EPOCHS = 3  # after which it stays
 
 
@@ -61,7 +62,7 @@ class Pair(nn.Sequential):
             return layer
 
         def norm() -> nn.BatchNorm2d:
-            layer = nn.BatchNorm2d(width, eps=1e-12, momentum=0.4)
+            layer = nn.BatchNorm2d(width, eps=1e-12, momentum=NORM_MOMENTUM)
             layer.weight.requires_grad = False
             return layer
 
