@@ -1,6 +1,7 @@
 """Whole attention modules: weights, masks and muting are those of their own softmax."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from vit.commands.export import write_exports
 from vit.commands.train import train
 from vit.explain.interventions import Interventions, gates_of, with_gates
 from vit.model import variants
+from vit.model.config import ModelConfig
 from vit.model.whole_attention import WholeAttention, is_whole
 from vit.pretrained.load import load
 from vit.reporting.live import graph_of
@@ -71,6 +73,29 @@ def test_heads_may_share_keys_and_values() -> None:
     output, weights = placed(tokens(), need_weights=True)
     assert_close(output, placed(tokens()))
     assert weights.shape == (B, 2, N, N)
+
+
+class HeadsFirst(Plain):
+    """A softmax of (H·B, N, N): all images of the first head, then those of the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            torch.cat(part.chunk(self.heads, dim=-1)) for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        weights = F.softmax(q @ k.transpose(-2, -1), dim=-1)
+        return self.out(torch.cat((weights @ v).chunk(self.heads), dim=-1))
+
+
+def test_weights_in_another_order_than_the_images_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would be shown as those of other images."""
+    for module in (HeadsFirst, Plain):
+        monkeypatch.setitem(variants.ATTENTION, "mine", module)
+        model = ModelConfig(attention="mine", num_heads=2, embed_dim=D)
+        refused = pytest.raises(ValueError, match="of one image that depend on another")
+        with refused if module is HeadsFirst else nullcontext():
+            variants.check_attention(model, GRID, 1)
 
 
 class Torchs(nn.MultiheadAttention):

@@ -76,7 +76,7 @@ def _images(subject: Subject, tokens: Tensor) -> Row:
 
 
 def _others(tokens: Tensor) -> Tensor:
-    """Return a batch of which only the first image is that of another one."""
+    """Return a batch with the same first image and other images beside it."""
     return torch.cat([tokens[:1], tokens[1:].flip(0) * 2])
 
 

@@ -12,7 +12,7 @@ PATCH_SIZE = 4  # of a model trained from scratch, unless set
 TIMM = "timm:"  # before the name of a timm model
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
-# Positions with attention that splits or normalizes queries and keys, so that they mean another.
+# Positions that lose their meaning where attention splits or normalizes queries and keys.
 UNFIT = ("rope", "differential"), ("relative", "differential"), ("relative", "cosine")
 
 

@@ -16,13 +16,14 @@ import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeGuard
 
 SUFFIXES = (".py", ".ipynb")
 PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")  # of cells that are Python
-IPYTHON = (
-    r"\s*%{1,2}\w|\s*[!?]|\s*[\w.]+\?|\s*\w+ *= *[%!]"  # magics, shell lines and questions for help
-)
+# Magics, shell lines and questions for help.
+IPYTHON = r"\s*%{1,2}\w|\s*[!?]|\s*[\w.]+\?|\s*\w+ *= *[%!]"
 IMPORTS = ast.Import, ast.ImportFrom
+ASSIGNMENTS = ast.Assign, ast.AnnAssign, ast.AugAssign
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # What a constant may consist of: numbers, texts, names of other constants, and arithmetic.
 PLAIN = (
@@ -72,8 +73,9 @@ def read_definitions(file: Path) -> Definitions:
             executed, why = False, f" ({error})"
         line = lines[node.lineno - 1].strip()
         for name in _names(node):
-            replaced = not callable(vars(module).get(name)) and not isinstance(node, IMPORTS)
-            if not executed and (replaced or isinstance(node, FUNCTIONS)):
+            # The last definition counts. A function stays what it is if a call compiles it.
+            is_constant = _assigns(node) and not callable(vars(module).get(name))
+            if not executed and (is_constant or isinstance(node, FUNCTIONS)):
                 vars(module).pop(name, None)
             if name not in vars(module):
                 module.left_out.setdefault(name, f"line {node.lineno}: {line}{why}")
@@ -133,11 +135,16 @@ def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
             yield node
 
 
+def _assigns(node: ast.stmt) -> TypeGuard[ast.Assign | ast.AugAssign]:
+    """Tell whether a statement assigns a value, as an annotation alone does not."""
+    return isinstance(node, ASSIGNMENTS) and node.value is not None
+
+
 def _defines(node: ast.stmt) -> bool:
     if isinstance(node, ast.Try):
         handled = (statement for handler in node.handlers for statement in handler.body)
         return all(map(_defines, [*node.body, *handled, *node.orelse, *node.finalbody]))
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+    if _assigns(node):
         return all(isinstance(part, PLAIN) for part in ast.walk(node.value))
     return isinstance(node, IMPORTS + FUNCTIONS + (ast.Pass,))
 
@@ -147,11 +154,8 @@ def _names(node: ast.stmt) -> Iterable[str]:
     if isinstance(node, FUNCTIONS):
         yield node.name
         return
-    parts = [*ast.walk(node)]
-    loops = (ast.walk(part.target) for part in parts if isinstance(part, ast.comprehension))
-    inside = {id(name) for target in loops for name in target}  # where nobody else sees them
-    for part in parts:
+    for part in ast.walk(node):
         if isinstance(part, ast.alias):
             yield (part.asname or part.name).partition(".")[0]
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            yield from () if id(part) in inside else (part.id,)
+            yield part.id
