@@ -119,7 +119,7 @@ class TrainConfig:
     freeze: Literal["none", "backbone"] = "none"
     whiten: bool = True
     small_scale: settings.FractionAbove0 = 0.75
-    small_share: settings.FractionBelow1 | None = None
+    small_share: settings.Fraction | None = None
     batch_size: settings.Count = 128
     accumulate: settings.Count = 1
     checkpoint_blocks: bool = False
