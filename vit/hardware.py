@@ -49,7 +49,7 @@ def has_native_bfloat16(device: torch.device) -> bool:
     if device.type == "cpu":
         # The oldest supported releases of torch do not report it; they take float32.
         capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-        # Intel's AVX-512 multiplies bfloat16 at two thirds of the speed of float32.
+        # Intel's AVX-512 multiplies bfloat16 at half the speed of float32.
         other_vendor = "Intel" not in capabilities.get("cpu_name", "")
         avx512 = capabilities.get("avx512_bf16", False) and other_vendor
         return avx512 or capabilities.get("amx_bf16", False)

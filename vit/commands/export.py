@@ -34,7 +34,6 @@ from vit.seeding import generator
 
 CHECKED = 100  # images of noise
 CHECKED_AT_ONCE = 32  # so that the last batch has another size
-LOADER = b"\n\nload = "  # where the part of preprocess.py that names the model begins
 TOLERANCE = 1e-4  # largest difference of a logit
 
 
@@ -81,12 +80,11 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
         export_page(saved, targets["html"], options.steps, log)
     if "hub" in targets:
         write_hub(saved, targets["hub"])
-    program = preprocess_program(saved.preprocess)
+    program, loader = preprocess_program(saved.preprocess), _loader(saved.preprocess)
     for name in formats:
         reader = _reader_of(targets[name])
-        # The program before its last part is that of a version of this package.
-        last = program[program.rindex(LOADER) :]
-        is_own = reader.exists() and require_file(reader).read_bytes().endswith(last)
+        # What comes before its loader may be of another version of this package.
+        is_own = reader.exists() and require_file(reader).read_bytes().endswith(loader)
         require_replaceable(is_own, [reader, targets[name]], "is not from an export of this model")
     with tempfile.TemporaryDirectory() as drafts:  # nothing is written if one of them fails
         for name in formats:
@@ -124,8 +122,12 @@ def _export(saved: SavedModel, name: str, draft: Path) -> str:
 
 def preprocess_program(preprocess: Preprocess) -> bytes:
     """Return `vit.data.pixels` as a program that ends with `load` for a model's images."""
+    return inspect.getsource(pixels).encode() + _loader(preprocess)
+
+
+def _loader(preprocess: Preprocess) -> bytes:
     fields = "".join(f"    {key}={value!r},\n" for key, value in vars(preprocess).items())
-    return f"{inspect.getsource(pixels)}\n\nload = ArrayPreprocess(\n{fields}).load\n".encode()
+    return f"\n\nload = ArrayPreprocess(\n{fields}).load\n".encode()
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ def model_card(saved: SavedModel) -> str:
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     report = read_report(file) if saved.finished and file.exists() else {}
     own = (report.get("source") or {}).get("own", True)
-    another = report.get("weights") not in (None, "", weights_digest(saved.model))
+    another = bool(report) and report["weights"] not in ("", weights_digest(saved.model))
     if report.get("flip") or not own or another:  # not what the code in the card does
         report = {}
     task, data = "image-classification", saved.config.data.name
