@@ -38,7 +38,7 @@ from vit.training.optim import Muon, set_lr
 
 CPU = torch.device("cpu")
 SMALL, PUBLISHED = (32, 128, 128), (64, 256, 256)  # widths of the pairs
-LONG = 30  # minutes from which the published widths are better
+LONG = 30  # minutes from which the published widths are used
 BATCH = 250
 WHITENING_EPS = 5e-4
 LABEL_SMOOTHING = 0.2
