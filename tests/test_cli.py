@@ -48,6 +48,10 @@ BAD_FLAGS = [
     ("shapes", "shapes: not expected here; settings are --KEY VALUE"),
     ("--config nowhere.yaml", "config not found: nowhere.yaml; the recipes are cifar10, "),
     ("--config shpaes", "config not found: shpaes; did you mean shapes?"),
+    ("--modle 3", "modle: no such group of keys; did you mean model?"),
+    ("--model 3", "model: a group of keys, such as model.name"),
+    ("--augment.crop_scale 0.5", "augment.crop_scale: a list is not allowed; it must have more"),
+    ("--data.root ~nobody_here/x", "data.root: ~nobody_here/x does not exist"),
     ("--overwite", "overwite: no such key; did you mean overwrite?"),
 ]
 
@@ -56,9 +60,12 @@ BAD_EVAL = [
     ("", "run: missing; it comes first"),
     ("x draw", "draw: no such command; it must be one of report, maps, photo, "),
     ("x phto", "; did you mean photo?\n"),
-    ("x --attention --indices 3", "attention: not a setting of report, but of vit-eval RUN maps\n"),
+    ("x --indices 3", "indices: not a setting of report, but of vit-eval RUN maps\n"),
+    ("x --seed 3 maps", "maps: not expected here; the command follows RUN"),
+    ("--data.root x runs/quick", "run: missing; it comes first"),
+    ("dot check --json a.txt", "json: a.txt is not allowed; it must be a .json file"),
     ("--export=onnx", "export: not a setting of report, but of vit-eval RUN export\n"),
-    ("x photo", "the following arguments are required: PHOTO"),
+    ("x photo", "the following arguments are required: PHOTO; they come before settings"),
     ("x maps --indices", "--indices: expected at least one argument"),
     ("x maps --faithfulness 1", "faithfulness: 1 is not allowed; it must be 0, or 2 or more"),
     ("x predict y --out table.txt", "out: table.txt is not allowed; it must be a .csv file"),
@@ -135,16 +142,17 @@ def test_help_of_eval_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_printed_config_is_a_config_that_gives_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = ["--model.depth", "7", "--train.budget_minutes", "3"]
     with pytest.raises(SystemExit) as ended:
-        parse_train(["--model.depth", "7", "--print_config"])
+        parse_train([*words, "--print_config"])
     assert ended.value.code == 0
     file = tmp_path / "printed.yaml"
     file.write_text(capsys.readouterr().out)
     again, options = parse_train(["--config", str(file)])
-    config, _ = parse_train(["--model.depth", "7"])
+    config, same_options = parse_train(words)
     assert again == config == Config(**to_dict(config)) and config.model.depth == 7
-    assert options == {"overwrite": False, "allow_changes": False, "plans": {}}
-    old = to_dict(parse_train(["--out", "x"])[0])
+    assert options == same_options and set(options["plans"]) == {0, 4, 10}
+    old = to_dict(parse_train(["--out", "x", "--train.budget_minutes", "3"])[0])
     assert changed_keys(old, to_dict(config)) == ["model.depth: 4 -> 7", "out: x -> runs/quick"]
 
 
@@ -248,6 +256,8 @@ def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path:
     assert parse_train(["--config", str(other)])[0] == Config(out="elsewhere")
     minute = ["--train.budget_minutes", "1"]
     assert parse_train(minute)[1]["plans"][0].model.depth == 3
+    for words in (["--model.name", "vit"], ["--model.pretrained", "null"]):
+        assert parse_train(words)[0] == parse_train([])[0]
     for words in (["--model.name", "timm:resnet18"], ["--model.pretrained", "cifar10_quick"]):
         config, options = parse_train([*minute, *words])
         assert (config.model.depth, options["plans"]) == (12, {})
@@ -396,6 +406,9 @@ ODD_FILES = [
     (b"seed: 0", "did you mean train.seed?"),  # a key of earlier versions
     (b"budgets: {soon: {}}", "budgets: soon.[key]: soon is not allowed; it must be a valid number"),
     (b"budgets: {0: {data: {val_size: 3}}}", "it must be 'model', 'augment' or 'optim'"),
+    (b"budgets: {-1: {}}", "budgets: -1.[key]: -1 is not allowed; it must be greater than or"),
+    (b"budgets: {0: {model: {pretrained: cifar10}}}", "it must be None, as without budgets"),
+    (b"model.depth: 3", "model.depth: no such key in a file; write depth in the lines below model"),
     (b"budgets: {0: }", "budgets: 0: null is not allowed"),
     (b"budgets: {0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
     (b"model: 3", "model: 3 is not allowed"),

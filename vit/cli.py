@@ -23,10 +23,10 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from vit.commands.config import COMMANDS
-from vit.config import Config, to_dict
+from vit.config import Config, Plans, to_dict
 from vit.console import is_out_of_memory, note_once, printable, program, rank, say, shorten
 from vit.recipes import compose, read_config
-from vit.settings import ImageSize, keys, read_yaml, require, suggest, unknown
+from vit.settings import ImageSize, expand, keys, read_yaml, require, suggest, unknown
 
 # What train.py is told beside the config.
 SWITCHES = {
@@ -38,7 +38,6 @@ SWITCHES = {
 }
 # Of a switch, which without a value is true; what pydantic takes for a bool.
 TRUE, FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
-RENAMED = {"attention": "maps", "image": "photo"}  # flags of version 0.1, commands now
 
 
 def fail(message: str) -> NoReturn:
@@ -138,7 +137,8 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
         flags["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
     config, plans = compose([read_config(file) for file in files], _nested(flags))
     if print_config:
-        say(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
+        values = to_dict(config) | ({"budgets": _differences(config, plans)} if plans else {})
+        print(yaml.safe_dump(values, sort_keys=False), end="", flush=True)  # or fail
         raise SystemExit(0)
     return config, {"overwrite": overwrite, "allow_changes": allow_changes, "plans": plans}
 
@@ -168,8 +168,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         names = ", ".join(COMMANDS) + suggest(name, COMMANDS)
         raise ValueError(f"{shorten(name)}: no such command; it must be one of {names}")
     for key in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
-        known = RENAMED.get(key, key)
-        owners = [command for command in COMMANDS if known in (command, *keys(COMMANDS[command]))]
+        owners = [command for command in COMMANDS if key in (command, *keys(COMMANDS[command]))]
         if owners and name not in owners:
             commands = f"{program('eval')} RUN {' or '.join(owners)}"
             raise ValueError(f"{key}: not a setting of {name}, but of {commands}")
@@ -177,10 +176,22 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     usage = f"%(prog)s RUN {name} ... [--FIELD VALUE ...]"
     parser = _Parser(usage=usage, description=_title(config))
     _add_fields(parser, config, short=True)
-    settings = parser.parse(words)
-    if not run:
+    if not run and not {"-h", "--help"} & {*words}:
         raise ValueError(f"run: missing; it comes first: {program('eval')} runs/quick {name}")
-    return name, run, config(**_nested(settings))
+    return name, expand(run), config(**_nested(parser.parse(words)))
+
+
+def _differences(config: Config, plans: Plans) -> dict[float, Any]:
+    """Return plans as what they change, as in a file."""
+    usual = to_dict(config)
+    return {
+        epochs: {
+            group: {key: new for key, new in values.items() if new != usual[group][key]}
+            for group, values in to_dict(plan).items()
+            if group in ("model", "augment", "optim") and values != usual[group]
+        }
+        for epochs, plan in plans.items()
+    }
 
 
 def _title(config: Any) -> str:
@@ -195,7 +206,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=formatter, **texts)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(shorten(message.removeprefix("argument "), 200))
+        hint = "; they come before settings" if "arguments are required" in message else ""
+        raise ValueError(shorten(message.removeprefix("argument "), 200) + hint)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return what the command line sets, as {key: text}."""
@@ -211,7 +223,8 @@ class _Parser(argparse.ArgumentParser):
             raise ValueError(unknown(key, [action.dest for action in self._actions]))
         if rest:
             word = shorten(rest[0]) or "''"
-            raise ValueError(f"{word}: not expected here; settings are --KEY VALUE")
+            hint = "the command follows RUN" if word in COMMANDS else "settings are --KEY VALUE"
+            raise ValueError(f"{word}: not expected here; {hint}")
         return vars(values)
 
 

@@ -1,18 +1,22 @@
 """Configs as YAML files: found by path or by the name of a recipe, and composed."""
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
 
 from vit.config import Config, Plans, TrainConfig, translated
 from vit.console import shorten
 from vit.data.config import DataConfig
 from vit.data.layout import check_stored, recognize
-from vit.settings import parse, read_yaml, require, suggest
+from vit.settings import expand, parse, read_yaml, require, suggest
 
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
-Budgets: TypeAlias = dict[float, dict[Literal["model", "augment", "optim"], dict[str, Any]]]
+Epochs: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Budgets: TypeAlias = dict[Epochs, dict[Literal["model", "augment", "optim"], dict[str, Any]]]
 _CODE = Path(__file__).resolve().parent
 # Next to the code where the package is installed, beside it in a checkout.
 RECIPES = _CODE / "configs" if (_CODE / "configs").is_dir() else _CODE.parent / "configs"
@@ -25,7 +29,7 @@ def read_config(name: str) -> dict[str, Any]:
         ValueError: There is no such file, or it is not YAML of the expected form.
         OSError: The file cannot be read.
     """
-    path = Path(name)
+    path = Path(expand(name))
     if not path.is_file() and path.parent in (Path(), Path("configs")):
         path = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
     try:
@@ -49,8 +53,8 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
         ValueError: A key is not known, a value is not allowed, or a flag has no effect.
     """
     # The recipe's model is of no use where the command line chooses another.
-    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
-    if not files and not other_model:
+    model = flags.get("model", {})
+    if not files and model.get("name", "vit") == "vit" and not model.get("pretrained"):
         files = [read_config("quick")]
         del files[0]["out"]  # named after the data set below
     budget, ignored = None, False
@@ -70,14 +74,18 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
     parts = [*(_at_epochs(file, -1) for file in files), flags]
     config = _with_data_set(parts)
     if config.data.name != "cifar10" and not any("out" in part for part in parts):
-        root = Path(config.data.root).resolve()
+        root = Path(os.path.realpath(config.data.root))
         name = root.stem if config.data.name == "table" else root.name
         name = (config.data.spec.own_files and name) or config.data.name
         config = dataclasses.replace(config, out=f"runs/{name}")
     plans = {}
     for epochs in sorted({float(start) for file in files for start in file.get("budgets", {})}):
         values = _merge([*(_at_epochs(file, epochs) for file in files), flags])
-        plans[epochs] = Config(**{**values, "data": config.data, "out": config.out})
+        plan = Config(**{**values, "data": config.data, "out": config.out})
+        for key in ("name", "pretrained"):  # they decide what is read before steps are timed
+            value, usual = getattr(plan.model, key), getattr(config.model, key)
+            require(value == usual, f"budgets: model.{key}", value, f"{usual}, as without budgets")
+        plans[epochs] = plan
     # Pretrained weights determine their model.
     return config, {} if minutes is None or config.model.pretrained else plans
 
@@ -91,7 +99,7 @@ def _with_data_set(parts: list[dict[str, Any]]) -> Config:
         for key in ("root", "name")
     )
     if name < root and isinstance(data["root"], str):
-        recognized = recognize(Path(data["root"]).expanduser())
+        recognized = recognize(Path(expand(data["root"])))
         data = {**data, "name": recognized or data.get("name", DataConfig.name)}
     config = Config(**{**values, "data": data})
     # A name is meant for a root if the same file or a flag says it.

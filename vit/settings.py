@@ -31,6 +31,12 @@ T = TypeVar("T")
 # Of a dataclass whose values are checked.
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 NULL = ("", "~", "null")  # in YAML, unless quoted
+PYTHON = {"True": True, "False": False, "None": None}  # words that JSON spells otherwise
+# What pydantic's kinds of error mean to a user.
+IN_WORDS = {
+    "missing": "it must have more values", "too_long": "it must have fewer values",
+    "string_too_short": "it must not be empty",
+}  # fmt: skip
 LATER = "unknown, so a later version of this project has written it; update this one"
 # What pydantic's kinds of error mean in a file.
 IN_FILES = {"json_invalid": "it is not JSON", "missing": "missing"}
@@ -51,7 +57,8 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_numbers(part) for part in value]
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = PYTHON[value] if value in PYTHON else json.loads(value)
     except ValueError:
         return value
     if isinstance(value, int | float) and not abs(value) <= LARGE:  # such as the length of a list
@@ -64,6 +71,11 @@ def _rows_and_columns(value: Any) -> Any:
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
     return (value, value) if isinstance(value, int | str) else value
+
+
+def expand(path: str) -> str:
+    """Replace a leading ~ by the home of a user, if there is one."""
+    return os.path.expanduser(path)  # noqa: PTH111 - Path.expanduser fails without
 
 
 Count = Annotated[int, Field(ge=1, le=LARGE)]
@@ -83,7 +95,7 @@ AutoOrSwitch = Annotated[
 ]
 Text = Annotated[str, Field(max_length=1000)]
 ClassNames = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_unique)]
-PathName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(os.path.expanduser)]
+PathName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(expand)]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 # Of a function of which this project knows neither the names nor the types of arguments.
@@ -126,7 +138,16 @@ def keys(config: Any, prefix: str = "") -> list[str]:
 def unknown(key: str, known: Iterable[str]) -> str:
     """Say that there is no such key, and suggest a known one."""
     last = {name: name.rpartition(".")[2] for name in known}
-    near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, n=1)
+    group, _, name = key.rpartition(".")
+    if key in last:
+        return f"{key}: no such key in a file; write {name} in the lines below {group}"
+    groups = {name.partition(".")[0]: name for name in reversed(last) if "." in name}
+    if key in groups:
+        return f"{key}: a group of keys, such as {groups[key]}; --help lists all"
+    near = difflib.get_close_matches(key, groups, n=1, cutoff=0.7)
+    if near and "." not in key:
+        return f"{shorten(key)}: no such group of keys; did you mean {near[0]}?"
+    near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, n=1, cutoff=0.7)
     names = [name for name in last if last[name] in near]
     best = difflib.get_close_matches(key, names, n=1, cutoff=0)
     hint = f"did you mean {best[0]}?" if best else "--help lists all keys"
@@ -150,7 +171,8 @@ def _first(error: ValidationError, group: str = "") -> tuple[str, str, str]:
     path = ".".join([group, *map(str, first["loc"])]).lstrip(".")
     if first["type"] == "value_error":  # of a rule between settings, which names its key itself
         return path, first["type"], str(first["ctx"]["error"])
-    allowed = first["msg"].replace("Input should", "it must").partition(", unable")[0]
+    message = first["msg"].replace("Input should", "it must").partition(", unable")[0]
+    allowed = IN_WORDS.get(first["type"], message)
     return path, first["type"], f"{_shown(first['input'])} is not allowed; {allowed}"
 
 

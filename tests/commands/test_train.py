@@ -256,6 +256,10 @@ def test_the_epochs_that_a_budget_buys_choose_its_settings(
         )  # fmt: skip
         fewer = replace(config, augment=replace(config.augment, crop_padding=3))
         plans = {0.0: fewer, 20.0: config}
+        bad = replace(config, model=replace(config.model, num_heads=5))
+        with pytest.raises(ValueError, match="num_heads: 5 does not divide"):
+            train(config, plans={0.0: bad})
+        assert not run.exists()
         train(config, plans=plans)
         stored = Config(**yaml.safe_load((run / "config.yaml").read_text()))
         assert (stored.augment.crop_padding, steps_of(run)[-1]) == (crop, steps)

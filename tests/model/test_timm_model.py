@@ -185,3 +185,9 @@ def test_a_model_without_maps_is_evaluated_all_the_same(
         assert shown.count("%") == 5
         assert (f"no sheets: {NO_MAPS}" in shown) == (name == "resnet")
         assert len(list(out.glob("photos/photo_*_sheet.png"))) == (name == "vit")
+
+
+def test_text_in_arguments_of_timm_means_what_json_or_python_says() -> None:
+    text = {"qkv_bias": "False", "a": ["true", "None", "1e-3", "x"]}
+    args = ModelConfig(name="timm:vit_tiny_patch16_224", timm_args=text).timm_args
+    assert args == {"qkv_bias": False, "a": [True, None, 0.001, "x"]}

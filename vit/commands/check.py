@@ -31,6 +31,7 @@ def run(name: str, options: CheckConfig) -> None:
     say(f"{printable(name)}, tried with {B} images of {N} tokens of width {D}\n")
     say("\n".join(map(str, rows)))
     if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         write_json(Path(options.json), [asdict(row) for row in rows])
     if any(row.result == "failed" for row in rows):
         raise SystemExit(1)

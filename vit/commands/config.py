@@ -195,6 +195,10 @@ class CheckConfig:
 
     json: settings.PathName | None = None
 
+    def __post_init__(self) -> None:
+        fits = self.json is None or self.json.endswith(".json")
+        settings.check(self, "json", fits, "a .json file")
+
 
 @settings.group("")
 class ExportConfig:

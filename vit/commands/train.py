@@ -39,7 +39,7 @@ from vit.training.build import build_within, deadline
 from vit.training.flop import account
 from vit.training.loop import Loop, evaluating
 from vit.training.messages import end_text, start_text
-from vit.training.start import Run, start_run
+from vit.training.start import Run, check_config, start_run
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -80,12 +80,15 @@ def train(
     stored = None if overwrite else unfinished_config(config)
     # Executes a file if the caller names one. A name in a run or a model file is only looked up
     # among the variants that were loaded.
-    load_attention(config.model.attention)
+    for each in (config, *(plans or {}).values()):
+        load_attention(each.model.attention)
     config, source = resolve_pretrained(config, stored)
     plans = {n: replace(plan, train=config.train) for n, plan in (plans or {}).items()}
     # An unfinished run may follow a plan.
     before = to_dict(stored or config)
     config = min((config, *plans.values()), key=lambda c: len(changed_keys(before, to_dict(c))))
+    for plan in plans.values():
+        check_config(plan)
     with start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
         run, step = build_within(run, training, held_out, source, plans)

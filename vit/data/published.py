@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,8 +75,8 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
     else:
         raise ValueError(
             f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put "
-            f"{spec.archive} into {root.resolve()}, or point --data.root at the folder that "
-            "contains it; `make demo` needs no download."
+            f"{spec.archive} into {os.path.realpath(root)}, or point --data.root at the folder "
+            "that contains it; `make demo` needs no download."
         )
     if isinstance(images[0], Tensor):
         return ImageSet(images[0], labels, classes)

@@ -9,6 +9,7 @@ from vit.console import shorten
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, UserFile, user_files
 from vit.data.layout import TESTS, TRAIN, join, listing, part_of
+from vit.settings import expand
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 ALSO = {
@@ -78,7 +79,7 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                 )
             for record in reader:
                 values = {name: (record[name] or "").strip() for name in columns}
-                path = str(file.parent / os.path.expanduser(values[PATH]))  # noqa: PTH111 - no error
+                path = str(file.parent / expand(values[PATH]))
                 target, split = os.path.abspath(path), values.get(SPLIT)  # noqa: PTH100 - keeps links
                 part, missing = part_of(split or ""), not Path(path).is_file()
                 unknown = split is not None and part is None

@@ -96,7 +96,7 @@ class ModelConfig:
     proj_drop_rate: settings.FractionBelow1 = 0.0
     drop_path_rate: settings.FractionBelow1 = 0.0
     rel_pos: Literal["none", "bias", "rope", "relative"] = "none"
-    attention: settings.Text = "dot"
+    attention: settings.PathName = "dot"
 
     def __post_init__(self) -> None:
         if self.name == "vit":

@@ -55,7 +55,7 @@ def results_folder(
     if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
         variant.append(f"step_{saved.step}")
     if root is not None and not data_of(saved, root)[1]:
-        place = Path(root).resolve()
+        place = Path(os.path.realpath(root))
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
         variant.append(f"{printable(place.name)[:40]}_{digest}".replace("\\", "_"))
     if variant and not out and top == EVAL_FOLDER:
@@ -100,7 +100,8 @@ def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
         name = recognize(Path(root)) or data.name
         data = dataclasses.replace(data, name=name, root=root)
         check_stored(data)
-    return data, not data.spec.own_files or Path(data.root).resolve() == Path(own.root).resolve()
+    is_own = os.path.realpath(data.root) == os.path.realpath(own.root)
+    return data, is_own or not data.spec.own_files
 
 
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:

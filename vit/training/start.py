@@ -150,7 +150,7 @@ def check_config(config: Config) -> None:
     Raises:
         ValueError: The run is inside the data, or the model cannot be built for the images.
     """
-    out, root = Path(config.out).resolve(), Path(config.data.root).resolve()
+    out, root = (Path(os.path.realpath(path)) for path in (config.out, config.data.root))
     is_inside = config.data.name == "folder" and out.is_relative_to(root)
     if is_inside and len(find_parts(root)) == 1:
         place = f"data.root={config.data.root}, where every folder is a class"
