@@ -141,15 +141,17 @@ def build_saved(
         raise ValueError(f"{path}: {error}") from None
     dtype = choose_precision("float32" if precision == "auto" else precision, where)
     preprocess = about.preprocess or Preprocess.from_config(config.data)
-    for name, weight in weights.items():
-        if weight.is_complex() or not weight.isfinite().all():
-            raise ValueError(f"{path}: {name} has values that are not finite real numbers")
     try:
         # Without memory, unless it is code that the caller has named, which may need numbers.
         named = config.model.attention.rpartition(":")[0].endswith(SUFFIXES)
         with _at_most(len(weights), "cpu" if named else "meta"):
             claimed = build_model(config.model, preprocess, len(classes))
         claimed.load_state_dict(weights, assign=True)
+        buffers = {name for name, _ in claimed.named_buffers()}
+        for name, weight in weights.items():
+            wrong = weight.isnan() if name in buffers else ~weight.isfinite()  # -inf in masks
+            if weight.is_complex() or wrong.any():
+                raise ValueError(f"{path}: {name} has values that are not finite real numbers")
         model = build_model(config.model, preprocess, len(classes))
         model.load_state_dict(weights)
     except (RuntimeError, ValueError) as error:
@@ -239,7 +241,9 @@ def save_model(
     path: Path, classifier: Classifier, config: Config, step: int, fingerprint: str = ""
 ) -> None:
     """Write a model file."""
-    tensors = {k: v.cpu().contiguous() for k, v in classifier.model.state_dict().items()}
+    state, layout = classifier.model.state_dict(), torch.contiguous_format
+    # Copies, because safetensors refuses parameters that modules share.
+    tensors = {k: v.cpu().clone(memory_format=layout) for k, v in state.items()}
     about = ModelMetadata(
         config=config,
         preprocess=classifier.preprocess,

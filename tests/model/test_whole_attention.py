@@ -245,6 +245,8 @@ class Attention(nn.Module):
         self.numbers = [x.item() for x in 2.0 ** -torch.arange(n_heads)], torch.ones(1).numpy()
         self.near = torch.eye(3).nonzero()
         self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+        self.same = self.out
+        self.register_buffer("future", torch.full((4, 4), -torch.inf).triu(1))
 
     def forward(self, query, key, value):
         B, N, D = query.shape

@@ -226,7 +226,9 @@ def test_heads_are_inferred_where_their_norms_tell():
     model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, qk_norm=True)
     source = complete("x", model.state_dict(), ModelConfig(num_heads=2))
     assert source.settings["num_heads"] == 3
-    assert source.notes == ("not in the file, from the config: norm_eps=1e-06, act_layer=gelu",)
+    assert source.notes == (
+        "not in the file, from the config: norm_eps=1e-06, act_layer=gelu, global_pool=token",
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,10 @@ def test_heads_are_inferred_where_their_norms_tell():
         ({"patch_embed.proj.weight": None}, "not a Vision Transformer .* no patch_embed.proj"),
         ({"blocks.1.norm1.weight": None}, 'Missing key.* "blocks.1.norm1.weight"'),
         ({"blocks.0.attn.qkv.weight": torch.ones(60, 24)}, "3 is not allowed; .* width 20"),
+        ({"dist_token": torch.zeros(1, 1, 24)}, "a distillation token; .* --model.name timm:NAME"),
+        ({"model.norm.weight": torch.zeros(24)}, "contains several models, whose names differ"),
+        ({"pos_embed": torch.zeros(17)}, "is incomplete or damaged: IndexError"),
+        ({"blocks.x.norm.weight": torch.zeros(1)}, "is incomplete or damaged: ValueError"),
     ],
 )
 def test_a_foreign_state_dict_is_refused(change, message, tmp_path):
@@ -587,6 +593,48 @@ def test_weights_are_fitted_as_timm_does(name, arguments, form, size, channels, 
     assert (message in account) == (count == 7)
     assert ("not in the file: mean and std" in account) == (form != "folder")
     assert build_model(config.model, Preprocess.from_config(config.data), count)
+
+
+@pytest.mark.parametrize(("name", "theirs", "ours"), [
+    ("vit_tiny_patch16_224", 4, 4), ("test_resnet", 6, 6), ("vit_tiny_patch16_224", 1, 3)
+])  # fmt: skip
+def test_channels_of_a_bare_file_are_those_of_its_first_convolution(name, theirs, ours, tmp_path):
+    arguments = VIT if "vit" in name else {}
+    sizes = {"img_size": 32} if "vit" in name else {}
+    state = draw_timm(name, **arguments, **sizes, in_chans=theirs, num_classes=10).state_dict()
+    torch.save(state, tmp_path / "bare.pth")
+    run = timm_run(tmp_path / "bare.pth", name, arguments)
+    spec = dataclasses.replace(run.data.spec, mean=(0.5,) * ours, std=(0.5,) * ours)
+    weights = fit(find_source(run.model.pretrained, run.model), run.model, spec).weights
+    (first, *_) = [key for key, value in state.items() if value.ndim == 4]
+    for key, value in state.items():
+        expected = value.repeat(1, 3, 1, 1) / 3 if key == first and theirs != ours else value
+        assert_close(weights[key], expected, msg=key)
+
+
+@pytest.mark.parametrize("part", [{"rel_pos": "rope"}, {"attention": "sigmoid"}])
+def test_a_run_is_not_continued_in_a_model_of_timm_that_lacks_a_part(part, tmp_path):
+    run = save_untrained(tmp_path, {**VIT, **part})
+    with pytest.raises(ValueError, match="it lacks their (sigmoid attention|rotary positions)"):
+        resolve_pretrained(timm_run(run, "vit_tiny_patch16_224", None), None)
+
+
+def test_a_classifier_of_another_width_is_left_out(tmp_path):
+    state = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=10).state_dict()
+    torch.save({**state, "head.weight": torch.ones(10, 48)}, tmp_path / "wide.pth")
+    source = resolve_pretrained(tuned(tmp_path / "run", str(tmp_path / "wide.pth")), None)[1]
+    weights, account = source.adapted(names(10))
+    assert weights.keys() == state.keys() - {"head.weight", "head.bias"}
+    assert "without the classifier, which reads more than one token" in account
+
+
+def test_pooling_that_a_bare_file_does_not_tell_is_the_configs(files):
+    name = str(files / "bare.safetensors")
+    for pool in ("token", "avg"):
+        model = ModelConfig(pretrained=name, global_pool=pool)
+        source = find_source(name, model)
+        assert adopt(model, source.settings, name).global_pool == pool
+        assert f"global_pool={pool}" in source.notes[0]
 
 
 def test_arguments_come_from_the_folder_and_the_users_win(files):

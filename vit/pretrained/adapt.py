@@ -95,7 +95,7 @@ def fit(source: Pretrained, model: ModelConfig, images: DatasetSpec) -> Pretrain
     """
     weights = {k: v.float() if v.is_floating_point() else v for k, v in source.weights.items()}
     for key, value in weights.items():
-        if not value.isfinite().all():
+        if source.config is None and not value.isfinite().all():  # else it was checked on loading
             raise ValueError(
                 f"model.pretrained: {source.name} has NaN or infinite values in {key}; the file is "
                 "damaged, or its training diverged; choose other weights"
@@ -144,6 +144,9 @@ def _fit_vit(
     if old_channels != images.channels:
         weights[stem] = adapt_input_conv(images.channels, weights[stem], base_chans=old_channels)
         changes.append(f"patch embedding {old_channels} -> {images.channels} channels")
+    if HEAD[0] in weights and weights[HEAD[0]].shape[1:] != (model.embed_dim,):
+        weights = {key: value for key, value in weights.items() if key not in HEAD}
+        changes.append("without the classifier, which reads more than one token")
     return dataclasses.replace(source, weights=weights), changes
 
 
@@ -181,8 +184,17 @@ def _fit_timm(
     try:
         if names := sorted(key for key in differing if not key.endswith(COUNTER)):
             raise ValueError("their tensors differ in " + ", ".join(names))
+        attention, rel_pos = map(source.settings.get, ("attention", "rel_pos"))
+        if attention not in (None, "dot"):
+            raise ValueError(f"it lacks their {attention} attention")
+        if rel_pos == "rope" and getattr(model, "rope", None) is None:
+            raise ValueError("it lacks their rotary positions")
         about = dict(model.pretrained_cfg)
         about["input_size"] = source.input_size or about["input_size"]
+        conv = f"{about.get('first_conv')}.weight"
+        if source.input_size is None and conv in body and body[conv].ndim == 4:
+            channels = body[conv].shape[1] * images.channels // expected[conv].shape[1]
+            about["input_size"] = (channels, *about["input_size"][1:])
         fitted = _load(config.name, complete, about, body)
     except Exception as error:  # timm checks shapes in many places and ways
         raise ValueError(

@@ -3,15 +3,17 @@
 It is read from the names and shapes of tensors, and becomes that of a run's model.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor
 
@@ -40,6 +42,18 @@ TABLE, BEITS_TABLE = (
     ".attn.relative_position_bias_table",
 )
 BIAS_TABLE = f"blocks.{{}}{TABLE}"
+
+
+@contextlib.contextmanager
+def understood(name: str) -> Iterator[None]:
+    """Turn errors in reading weights of anybody into one line that names them."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+            safetensors.SafetensorError) as error:  # fmt: skip
+        if str(error).startswith("model."):  # our own messages
+            raise
+        raise ValueError(f"model.pretrained: {name} is incomplete or damaged: {error!r}") from None
 
 
 def by_our_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

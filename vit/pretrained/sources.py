@@ -23,6 +23,7 @@ from vit.pretrained.architecture import (
     by_our_names,
     settings_of_config,
     settings_of_weights,
+    understood,
 )
 from vit.pretrained.transformers import read_transformers, transformers_folder
 from vit.run.folder import MODEL_FILE
@@ -30,6 +31,7 @@ from vit.settings import suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
 WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # prefixes that other training loops add
+COMPUTED = ("relative_position_index", ".attn_mask")  # what older versions of timm stored
 UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # not in a state dict
 # Classes of the modules of timm models that our VisionTransformer can represent.
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
@@ -138,6 +140,7 @@ def _from_timm(name: str, timm_name: str, model: ModelConfig) -> Pretrained:
             settings = settings_of_timm(vit, name)
     loaded = _create(name, timm_name, pretrained=True)
     about, classes = loaded.pretrained_cfg, loaded.pretrained_cfg.get("label_names")
+    classes = classes.values() if isinstance(classes, dict) else classes
     weights, input_size = loaded.state_dict(), about["input_size"]
     if model.name == "vit":
         weights = weights_of_timm(loaded)
@@ -145,15 +148,10 @@ def _from_timm(name: str, timm_name: str, model: ModelConfig) -> Pretrained:
     else:
         unused, arguments = (*FROM_DATA, *REFUSED), loaded.pretrained_model_args
         settings = {"timm_args": {k: v for k, v in arguments.items() if k not in unused}}
-    return Pretrained(
-        name,
-        settings,
-        weights,
-        input_size,
-        mean=tuple(about["mean"]),
-        std=tuple(about["std"]),
-        classes=None if classes is None else tuple(classes),
-    )
+    with understood(name):
+        mean, std = tuple(about["mean"]), tuple(about["std"])
+    classes = None if classes is None else tuple(classes)
+    return Pretrained(name, settings, weights, input_size, mean, std, classes)
 
 
 def _create(name: str, timm_name: str, pretrained: bool) -> Any:
@@ -232,14 +230,19 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
             "and plain values (nothing else is read, because it could execute code); save the "
             "state dict by itself with torch.save(model.state_dict(), FILE)"
         ) from None
-    weights = {
-        re.sub(WRAPPERS, "", key): value
-        for key, value in state.get("model_state_dict", state).items()
-        if isinstance(value, Tensor)
-    }
+    stored = state.get("model_state_dict") or state
+    named = {key: value for key, value in stored.items() if isinstance(value, Tensor)}
+    weights = {re.sub(WRAPPERS, "", key): value for key, value in named.items()}
+    if len(weights) < len(named):
+        raise ValueError(
+            f"model.pretrained: {name} contains several models, whose names differ by a prefix; "
+            "save the state dict of one with torch.save(model.state_dict(), FILE)"
+        )
+    weights = {key: value for key, value in weights.items() if not key.endswith(COMPUTED)}
     if model.name != "vit":
         return Pretrained(name, {"timm_args": {}}, weights)
-    return complete(name, weights, model)
+    with understood(name):
+        return complete(name, weights, model)
 
 
 def complete(name: str, weights: dict[str, Tensor], model: ModelConfig) -> Pretrained:
@@ -248,10 +251,17 @@ def complete(name: str, weights: dict[str, Tensor], model: ModelConfig) -> Pretr
     The images must be square. The notes name the fields in `UNKNOWN` that are the config's.
     """
     weights = by_our_names(weights)
+    if "dist_token" in weights:
+        raise ValueError(
+            f"model.pretrained: {name} has a distillation token; train its model as timm builds "
+            "it: add --model.name timm:NAME, such as timm:deit_tiny_distilled_patch16_224"
+        )
     settings = settings_of_weights(weights, model.num_heads, name)
     assumed = UNKNOWN[1:] if settings["qk_norm"] else UNKNOWN
     if model.rel_pos == "rope" and settings["rel_pos"] == "none":
         settings["rel_pos"], assumed = "rope", (*assumed, "rel_pos")
+    if settings["class_token"] and not settings["fc_norm"]:
+        settings["global_pool"], assumed = model.global_pool, (*assumed, "global_pool")
     grid, prefix = 1, settings["class_token"] + settings["reg_tokens"]
     counted = prefix  # prefix tokens with positions
     if "pos_embed" in weights:

@@ -22,9 +22,10 @@ from vit.data.preprocess import Preprocess
 from vit.files import require_file
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
-from vit.model_file import MODEL_SUFFIX, ModelMetadata, is_own_file
+from vit.model_file import ModelMetadata, is_own_file
 from vit.pretrained.adapt import Pretrained, fit
-from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
+from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights, understood
+from vit.run.folder import MODEL_FILE
 from vit.settings import parse
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
@@ -64,7 +65,7 @@ JOINED = {("attn.q", "attn.k", "attn.v"): "attn.qkv", ("mlp.gate_proj", "mlp.fc1
 
 def transformers_folder(path: Path) -> Path | None:
     """Return the folder of a model that transformers saved, given the folder or its weights."""
-    folder = path.parent if path.suffix == MODEL_SUFFIX else path
+    folder = path.parent if path.name == MODEL_FILE else path
     try:
         about = parse(dict[str, Any], require_file(folder / "config.json").read_bytes(), folder)
     except (OSError, ValueError):
@@ -84,7 +85,8 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
     name, notes, classes = str(folder), list[str](), None
     about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = str(about["model_type"]).removesuffix("_vision_model")
-    files = sorted(map(require_file, folder.glob("model*.safetensors")))  # several of a large one
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))  # of a large one
+    files = [*map(require_file, [*folder.glob(MODEL_FILE)] or shards)]
     if kind not in MODEL_TYPES or not files:
         contents = ", ".join(sorted(path.name for path in folder.iterdir()))
         raise ValueError(
@@ -92,7 +94,7 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
             f"must be of type {', '.join(MODEL_TYPES)}, in model.safetensors, which "
             "model.save_pretrained writes"
         )
-    try:
+    with understood(name):
         labels = about.get("id2label", {})
         about = {**SIGLIP, **about, **about.get("vision_config", {})}
         sides, channels = about.get("image_size", 224), about.get("num_channels", 3)
@@ -110,11 +112,6 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
             classes = tuple(f"{x} ({n})" if names.count(x) > 1 else x for n, x in enumerate(names))
         settings = _settings(weights, kind, about, name)
         preprocess = _preprocess(folder / "preprocessor_config.json", input_size, kind, notes)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
-            safetensors.SafetensorError) as error:  # fmt: skip
-        if str(error).startswith("model."):  # our own messages
-            raise
-        raise ValueError(f"model.pretrained: {name} is incomplete or damaged: {error!r}") from None
     mean, std = preprocess.mean, preprocess.std
     source = Pretrained(name, settings, weights, input_size, mean, std, classes, tuple(notes))
     return source, preprocess

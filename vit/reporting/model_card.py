@@ -47,12 +47,19 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
 
 def without_places(config: Config) -> Config:
     """Return a config without the folders of the machine on which it was used."""
-    defaults, source = Config(), config.model.pretrained
-    if source and not source.startswith((TIMM, HUB)):
-        source = Path(source).name
-    data = dataclasses.replace(config.data, root=defaults.data.root)
-    model = dataclasses.replace(config.model, pretrained=source)
-    return dataclasses.replace(config, data=data, model=model, out=defaults.out)
+    defaults, model, optim = Config(), config.model, config.optim
+
+    def bare(name: str | None) -> str | None:
+        return Path(name).name if name and not name.startswith((TIMM, HUB)) else name
+
+    names = {"pretrained": bare(model.pretrained), "attention": bare(model.attention)}
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, root=defaults.data.root),
+        model=dataclasses.replace(model, **names),
+        optim=dataclasses.replace(optim, teacher=bare(optim.teacher)),
+        out=defaults.out,
+    )
 
 
 def model_card(saved: SavedModel) -> str:

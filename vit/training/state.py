@@ -129,10 +129,16 @@ class TrainState:
         vars(self.length).update({name: state[name] for name in vars(self.length)})
 
     def is_finite(self) -> bool:
-        """Tell whether all weights and their moving averages are finite, in this process's part."""
-        models = [self.model] if self.ema is None else [self.model, self.ema.module]
-        weights = (tensor for model in models for tensor in model.state_dict().values())
-        return all(bool(to_local(tensor).isfinite().all()) for tensor in weights)
+        """Tell whether all weights and their moving averages are finite, in this process's part.
+
+        A buffer may hold the -inf of a mask, but nothing undefined.
+        """
+        for model in [self.model] if self.ema is None else [self.model, self.ema.module]:
+            if not all(bool(to_local(weight).isfinite().all()) for weight in model.parameters()):
+                return False
+            if any(bool(to_local(buffer).isnan().any()) for buffer in model.buffers()):
+                return False
+        return True
 
 
 def build_state(
@@ -166,7 +172,11 @@ def build_state(
         from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
 
         # Sharded weights and complete buffers cannot be updated in one operation.
-        ema = ModelEmaV3(model, config.optim.ema_decay, use_warmup=True, foreach=not sharded)
+        decay, masks = config.optim.ema_decay, any(b.isinf().any() for b in model.buffers())
+        # The average of -inf and -inf would be NaN.
+        ema = ModelEmaV3(
+            model, decay, use_warmup=True, foreach=not sharded, exclude_buffers=masks
+        )
     if sharded:
         complete = copy.deepcopy(model).to("cpu" if world.main else "meta")
         for part in [model] if ema is None else [model, ema.module]:
