@@ -26,7 +26,7 @@ from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
 from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
-from vit.model.whole_attention import WholeAttention
+from vit.model.whole_attention import stores_results
 from vit.settings import require
 
 PART = 64  # images per forward pass on a CPU, whose activations fit into a core's cache
@@ -105,8 +105,8 @@ class Classifier:
 
         Attention modules from notebooks may store what they compute, so they have one.
         """
-        is_shared = any(isinstance(module, WholeAttention) for module in self.model.modules())
-        return 1 if is_shared or self.device.type != "cpu" else torch.get_num_threads()
+        alone = self.device.type != "cpu" or stores_results(self.model)
+        return 1 if alone else torch.get_num_threads()
 
     def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
         """Classify normalized images (N, channels, H, W) on the device: logits (N, C) float32."""
@@ -199,6 +199,8 @@ class Classifier:
         Raises:
             ValueError: The model has no maps, or a kind is unknown.
         """
+        if target is not None:
+            require(len(target) == len(images), "target", len(target), f"{len(images)} classes")
         parts = []
         reader: Any = require_attention(self.model)
         rows, columns = reader.patch_embed.grid(*images.shape[2:])

@@ -17,6 +17,7 @@ CELLS = [
     "width, heads = 64, 4\nhead_dim = width // heads\nroot = math.pi",
     "device = open('touched', 'w')\nprint('called')",
     "def attend(x):\n    return x + 1",
+    "if 'google.colab' in sys.modules:\n    !pip install einops\ndef below():\n    return 3",
     "Summary of the above, in words",
     "def attend(x):\n    return x + head_dim\n\nresult = attend(1)\nfor _ in range(3): result += 1",
     "class Mine:\n    def forward(self):\n        return device",
@@ -37,6 +38,7 @@ def test_only_definitions_of_a_notebook_are_executed(
     found = read_definitions(write(tmp_path, CELLS))
     assert not Path("touched").exists() and not capsys.readouterr().out
     assert found.attend(1) == 17 and found.einops and found.root > 3  # the last of two counts
+    assert found.below() == 3
     assert {*found.left_out} >= {"sns", "nobody_has_this", "device", "result"}
     assert found.left_out["device"].endswith("device = open('touched', 'w')")
     assert "No module named" in found.left_out["sns"]
@@ -46,9 +48,8 @@ def test_only_definitions_of_a_notebook_are_executed(
 
 
 def test_a_python_file_is_read_likewise(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "SCALE = 2.0\nraise SystemExit\n\ndef f(x):\n    return SCALE"
-    )
+    text = "SCALE = 2.0\nraise SystemExit\n\ndef f(x):\n    return SCALE"
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8-sig")  # with a byte order mark
     assert read_definitions(tmp_path / "mine.py").f(0) == 2.0
 
 

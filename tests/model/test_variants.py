@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +35,13 @@ from vit.explain.lrp import propagate, token_relevance
 from vit.explain.maps import MAP_KINDS
 from vit.explain.statistics import attention_entropy, sink_mass
 from vit.model import attention, variants
-from vit.model.attention import Grid, MultiHeadSelfAttention, causal_mask
+from vit.model.attention import (
+    Grid,
+    MultiHeadSelfAttention,
+    causal_mask,
+    masked_softmax,
+    scaled_dot_product_attention,
+)
 from vit.model.config import ModelConfig
 from vit.model.positions import REL_POS
 from vit.model.variants import (
@@ -44,6 +52,7 @@ from vit.model.variants import (
     load_attention,
 )
 from vit.model.vit import VisionTransformer
+from vit.model.whole_attention import stores_results
 from vit.pretrained.load import load
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
@@ -551,3 +560,38 @@ def test_positions_that_an_attention_cannot_take_are_refused(tmp_path, registry)
         config = replace(config, model=replace(config.model, rel_pos=kind))
         with pytest.raises(ValueError, match=words):
             check_config(config)
+
+
+class Bilinear(nn.Module):
+    """Scores with a matrix as wide as a head."""
+
+    def __init__(self, num_heads, head_dim):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(head_dim))
+
+    def forward(self, query, key, value, mask, dropout):
+        self.weights = masked_softmax(query @ self.matrix @ key.mT, mask)
+        return dropout(self.weights) @ value, self.weights
+
+
+def test_a_head_whose_width_positions_change_is_refused_before_training(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "mine", Bilinear)
+    for kind in ("none", "bias", "rope", "relative"):
+        model = ModelConfig(attention="mine", num_heads=3, embed_dim=12, rel_pos=kind)
+        refused = pytest.raises(ValueError, match="gives RuntimeError: ")
+        with refused if kind == "relative" else nullcontext():
+            check_attention(model, (2, 3))
+    tiny = {"img_size": 8, "in_chans": 3, "num_classes": 2}
+    with pytest.raises(ValueError, match="rel_pos: rope does not fit differential attention"):
+        VisionTransformer(**tiny, rel_pos="rope", attention="differential")
+    with pytest.raises(ValueError, match="pass a function or a class, not an object of partial"):
+        VisionTransformer(**tiny, attention=partial(scaled_dot_product_attention))
+
+
+@pytest.mark.parametrize("name", ["mine", "cosine", "torch.nn:MultiheadAttention", "dot"])
+def test_code_of_others_classifies_in_one_thread(name, monkeypatch):
+    """It may store what it computes, as `Bilinear` does."""
+    monkeypatch.setitem(ATTENTION, "mine", Bilinear)
+    tiny = {"img_size": 8, "in_chans": 3, "num_classes": 2, "embed_dim": 12, "depth": 1}
+    model = VisionTransformer(**tiny, attention=name)
+    assert stores_results(model) == (name in ("mine", "torch.nn:MultiheadAttention"))

@@ -18,7 +18,7 @@ from vit.commands.train import train
 from vit.explain.interventions import Interventions, gates_of, with_gates
 from vit.model import variants
 from vit.model.config import ModelConfig
-from vit.model.whole_attention import WholeAttention, is_whole
+from vit.model.whole_attention import WholeAttention, build_attention, is_whole
 from vit.pretrained.load import load
 from vit.reporting.live import graph_of
 from vit.run.checkpoint import checkpoint_paths
@@ -210,6 +210,127 @@ def test_weights_that_are_returned_count_where_there_is_no_softmax() -> None:
     assert weights.shape == (B, 1, N, N) and weights.sum(dim=-1).max() > 2
 
 
+class ByHand(Plain):
+    """A softmax without torch's function, and weights of four dimensions."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).exp()
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+def test_weights_by_hand_have_gradients_and_cannot_be_masked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(variants.ATTENTION, "mine", ByHand)
+    variants.check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
+    placed = WholeAttention(ByHand, D, 3, GRID, 1)
+    output, weights = placed(tokens(), need_weights=True)
+    assert torch.autograd.grad(output.sum(), weights)[0].any()
+    placed.is_gated = True
+    for mask in (None, torch.ones(N, N, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="ByHand computes no softmax over the tokens, so none"):
+            placed(tokens(), mask)
+
+
+class Linear(Plain):
+    """Linear attention (arXiv 1812.01243): softmaxes of queries and keys, and no weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        heads = q.softmax(-1) @ (k.softmax(-2).mT @ v)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+def test_softmaxes_of_queries_and_keys_are_no_weights() -> None:
+    """Their shape is that of weights if heads are as wide as there are tokens."""
+    with pytest.raises(ValueError, match="Linear computes no softmax over the tokens; let its"):
+        WholeAttention(Linear, 2 * N, 2, GRID, 1)(torch.randn(B, N, 2 * N), need_weights=True)
+
+
+class ByHead(nn.Module):
+    """A softmax for each head, with its scores as a keyword."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, 3 * dim // num_heads) for _ in range(num_heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [layer(x).chunk(3, dim=-1) for layer in self.layers]
+        return torch.cat([torch.softmax(input=q @ k.mT, dim=-1) @ v for q, k, v in heads], dim=-1)
+
+
+def test_a_mask_of_two_dimensions_is_for_every_head() -> None:
+    mask = torch.ones(N, N, dtype=torch.bool).tril()
+    _, weights = WholeAttention(ByHead, D, 3, GRID, 1)(tokens(), mask, need_weights=True)
+    assert weights.shape == (B, 3, N, N) and not weights.triu(1).any()
+
+
+class Forgotten(Plain):
+    """Of which a model file stores a part."""
+
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__(d_model, nhead)
+        self.offset = torch.randn(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.offset
+
+
+class Late(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1 and not hasattr(self, "late"):  # not in the constructor of a model
+            self.late = nn.Linear(D, D)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [(Forgotten, "lacks tensors of its own: make them"), (Late, "lacks parameters that its cons")],
+)
+def test_what_a_model_file_would_not_store_is_refused(
+    module: type, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(variants.ATTENTION, "mine", module)
+    with pytest.raises(ValueError, match=words):
+        variants.check_attention(ModelConfig(attention="mine", num_heads=2, embed_dim=D), GRID, 1)
+
+
+class Extra(Torchs):
+    def __init__(self, embed_dim: int, num_heads: int, batch_first: bool) -> None:
+        nn.MultiheadAttention.__init__(
+            self, embed_dim, num_heads, batch_first=batch_first, add_zero_attn=True
+        )
+
+
+class SelfAttention(Torchs):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x, x, x)
+
+
+def test_modules_that_extend_torchs() -> None:
+    placed = WholeAttention(SelfAttention, D, 3, GRID, 1).eval()
+    assert placed(tokens(), need_weights=True)[1].shape == (B, 3, N, N)
+    with pytest.raises(ValueError, match="bias_k, bias_v and add_zero_attn"):
+        WholeAttention(Extra, D, 3, GRID, 1)(tokens(), need_weights=True)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"qk_norm": True}, {"qkv_bias": False}, {"attn_drop": 0.1}, {"head_dim": 7}]
+)
+def test_settings_that_a_module_does_not_take_are_refused(setting: dict[str, Any]) -> None:
+    (key,) = setting
+    with pytest.raises(ValueError, match=f"^{key}: .* with Plain, a whole module that does not"):
+        build_attention(Plain, D, 3, grid=GRID, **setting)
+
+
 @pytest.mark.parametrize(
     ("module", "heads", "words"),
     [
@@ -252,7 +373,7 @@ class Attention(nn.Module):
         B, N, D = query.shape
         q, k, v = self.qkv(query).view(B, N, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
         weights = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1)
-        return self.out((weights @ v).transpose(1, 2).reshape(B, N, D))
+        return self.out((weights @ v).transpose(1, 2).reshape(B, N, D)), weights
 
 print(Attention(8, 2)(torch.zeros(1, 2, 8)))
 """
@@ -268,6 +389,7 @@ def test_a_module_of_a_notebook_is_trained_resumed_explained_and_exported(
     name = f"{tmp_path}/notes.ipynb:Attention"
     monkeypatch.setattr(variants, "ATTENTION", dict(variants.ATTENTION))
     model = {"attention": name, "num_heads": 2, "embed_dim": 24, "depth": 2, "patch_size": 8}
+    model |= {"attn_drop_rate": 0.0, "proj_drop_rate": 0.0}
     config = small(tmp_path / "run", model=model, track={"probes": 2}, train={"epochs": 2})
     train(config)
     assert "attention fails" not in capsys.readouterr().out
@@ -298,7 +420,7 @@ def test_a_module_of_a_notebook_is_trained_resumed_explained_and_exported(
     gates[1, 0] = 0.0
     assert_close(Interventions(run.model)(inputs, gates, torch.ones(1, 16))[0], expected)
     assert_close(with_gates(run.model, gates)(inputs), expected)
-    (file,) = write_exports(run, ExportConfig(formats=("onnx",)))  # compares logits
+    (file,) = write_exports(run, ExportConfig(formats=("onnx",)))  # any batch; compares logits
     assert file.is_file()
     with pytest.raises(ValueError, match=r"timm is not possible, because timm has no .*attention"):
         write_exports(run, ExportConfig(formats=("timm",)))

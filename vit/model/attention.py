@@ -112,8 +112,9 @@ def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tens
 
 def accepted_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a function or a constructor has arguments for."""
-    parameters = inspect.signature(function).parameters
-    return {name: value for name, value in values.items() if name in parameters}
+    parameters = inspect.signature(function).parameters.values()
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 class MultiHeadSelfAttention(nn.Module):

@@ -4,6 +4,7 @@ Shapes: B batch, N tokens, D token width, H heads, d head width.
 """
 
 import copy
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +16,14 @@ from vit.model.attention import Attention
 from vit.model.attention_projections import check_scale, compare_with_torch, match_projections
 from vit.model.variants import FewerArguments
 from vit.model.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
-from vit.model.whole_attention import WholeAttention, build_attention
+from vit.model.whole_attention import (
+    CONFIGS,
+    DROPOUTS,
+    WholeAttention,
+    build_attention,
+    is_whole,
+    what_is_lost,
+)
 from vit.seeding import generator
 
 HIDDEN = 1e-6  # largest weight of a key that is hidden
@@ -23,15 +31,15 @@ HIDDEN = 1e-6  # largest weight of a key that is hidden
 
 def properties(attention: Attention) -> Iterator[Row]:
     """Check all properties, or those without which the others cannot be checked."""
-    drop = 0.0 if isinstance(attention, FewerArguments) else 0.5
-    subject = build_attention(
-        attention, D, trial_heads(attention), grid=GRID, attn_drop=drop
-    ).eval()
+    heads, drop = trial_heads(attention), 0.5 if takes_dropout(attention) else 0.0
+    subject = build_attention(attention, D, heads, grid=GRID, attn_drop=drop).eval()
     tokens = torch.randn(B, N, D, generator=generator(0, "check"))
     yield (repeats := _repeats(subject, tokens))
     if repeats.result == "failed":
         return
     yield _images(subject, tokens)
+    lost = what_is_lost(attention, D, heads, GRID)
+    yield judge("model files store all of it", bool(lost), f"they lack {lost}")
     seen = Watch.run(subject, tokens)
     yield (shapes := _shapes(subject, tokens, seen))
     if shapes.result == "failed":
@@ -42,7 +50,9 @@ def properties(attention: Attention) -> Iterator[Row]:
     yield check_scale(pair)
     yield _permutation(subject, tokens, seen)
     yield _independence(subject, tokens, seen)
-    yield _mask(subject, tokens, seen)
+    own = subject if isinstance(subject, WholeAttention) else subject.attention
+    takes_mask = getattr(own, "mask_name", "") is not None
+    yield _mask(subject, tokens, seen) if takes_mask else _no_mask(subject)
     yield _dropout(subject, tokens, seen)
     yield _residual(subject, tokens)
     yield _gradients(subject, tokens, seen)
@@ -51,6 +61,13 @@ def properties(attention: Attention) -> Iterator[Row]:
         what = "queries and keys have their own projections"
         yield judge(what, pair.is_shared, advice, is_choice=True)
     yield compare_with_torch(subject, seen, pair)
+
+
+def takes_dropout(attention: Attention) -> bool:
+    """Tell whether dropout of the weights can be set."""
+    names = {*inspect.signature(attention).parameters}
+    is_fixed = is_whole(attention) and names.isdisjoint(DROPOUTS + CONFIGS)
+    return not (is_fixed or isinstance(attention, FewerArguments))
 
 
 def _repeats(subject: Subject, tokens: Tensor) -> Row:
@@ -171,11 +188,6 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that keys that a mask hides get no weight, for each image and with no key at all."""
     what = "mask"
-    is_whole = isinstance(subject, WholeAttention)
-    if getattr(subject if is_whole else subject.attention, "mask_name", "") is None:
-        applied = "taken by no argument, so it is applied to the softmax"
-        refused = "taken by no argument, so tokens cannot be hidden"
-        return Row(what, "passed", applied) if is_whole else Row(what, "remark", "", refused)
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     for image in range(B):
         keep[image, 0, image : image + 3] = False
@@ -212,15 +224,21 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     return judge(what, is_wrong, advice, "hidden keys get no weight", is_choice=True)
 
 
+def _no_mask(subject: Subject) -> Row:
+    """Say what happens to masks that an attention does not take."""
+    if isinstance(subject, WholeAttention) and subject.has_softmax:
+        return Row("mask", "passed", "taken by no argument, so it is applied to the softmax")
+    return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")
+
+
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that dropout acts on the weights, and that those returned are from before it."""
     dropping = copy.deepcopy(subject).train()
     with torch.no_grad(), Watch() as watch:
         if isinstance(dropping, WholeAttention):  # what the module itself returns
-            result = dropping.call(tokens, None)
+            _, weights = dropping.call(tokens)
         else:
-            result = dropping(tokens, need_weights=True)
-    weights = result[1] if isinstance(result, tuple) and isinstance(result[1], Tensor) else None
+            _, weights = dropping(tokens, need_weights=True)
     lost = weights is not None and _share_of_zeros(weights, seen.weights) > 0.1
     are_scores = watch.scores is not None and _share_of_zeros(watch.scores, seen.scores) > 0.1
     advice = "it returns weights after dropout; those before are shown"
@@ -264,11 +282,14 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         return Row(what, "failed", "", advice + "attribute or an nn.ModuleList, not in a list")
     learner = copy.deepcopy(subject)
     learner(tokens).square().sum().backward()
-    idle = [
-        name.removeprefix("module.")
-        for name, weight in learner.named_parameters()
-        # The bias of keys changes all scores of a row alike, so it never has a gradient.
-        if weight.grad is None or (weight.ndim == 2 and not weight.grad.abs().amax(dim=1).all())
-    ]
+    tables = {id(m.weight) for m in learner.modules() if isinstance(m, nn.Embedding)}
+    idle = []
+    for name, weight in learner.named_parameters():
+        # The bias of keys changes all scores of a row alike, so it never has a gradient, and no
+        # number of tokens uses all rows of a table.
+        parts = weight[None] if id(weight) in tables or weight.ndim != 2 else weight
+        grad = weight.grad
+        if grad is None or (weight.ndim == 2 and not grad.view_as(parts).flatten(1).any(1).all()):
+            idle.append(name.removeprefix("module."))
     advice = f"{', '.join(idle)} get no gradient, or only a part: it is not used, or detached"
     return judge(what, bool(idle), advice)

@@ -85,7 +85,7 @@ def read_definitions(file: Path) -> Definitions:
 def _source(file: Path) -> str:
     """Return the code of a file; that of a notebook's cells, without those that do not parse."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         if file.suffix != ".ipynb":
             return text
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -104,7 +104,8 @@ def _plain(cell: str) -> str:
     lines = cell.splitlines()
     if lines and lines[0].startswith("%%") and lines[0].split()[0] not in PYTHON_MAGICS:
         return "\n".join(f"# {line}" for line in lines)
-    lines = [f"# {line}" if re.match(IPYTHON, line) else line for line in lines]
+    # Not a comment, which would leave a block empty.
+    lines = [re.sub(r"\S.*", r"pass  # \g<0>", x) if re.match(IPYTHON, x) else x for x in lines]
     try:
         ast.parse("\n".join(lines))
     except SyntaxError:

@@ -28,8 +28,14 @@ from vit.model.attention import PLACE, Attention, accepted_arguments, masked_sof
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
-from vit.model.positions import Grid
-from vit.model.whole_attention import MASKS, WholeAttention, is_required, is_whole
+from vit.model.positions import REL_POS, Grid
+from vit.model.whole_attention import (
+    MASKS,
+    WholeAttention,
+    is_required,
+    is_whole,
+    what_is_lost,
+)
 from vit.seeding import generator
 from vit.settings import check, suggest
 
@@ -160,6 +166,9 @@ def with_all_arguments(attention: Attention) -> Attention:
         return attention
     if isinstance(attention, nn.Module):
         raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")
+    if not hasattr(attention, "__code__"):
+        kind = type(attention).__name__
+        raise ValueError(f"attention: pass a function or a class, not an object of {kind}")
     parameters = inspect.signature(attention).parameters
     names = [name for name in parameters if name not in PLACE]
     if len(names) >= 5 and ("drop" in names[4] or is_required(parameters[names[4]])):
@@ -221,8 +230,7 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
     check(model, "rel_pos", model.rel_pos == "none" or not whole, allowed)
     place, tokens = {"grid": grid, "num_prefix_tokens": prefix}, prefix + math.prod(grid)
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
-    inputs = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
-    mask = torch.zeros(heads, tokens, tokens) if model.rel_pos == "bias" else None
+    inputs: Any = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
     try:
         if whole:
             module = WholeAttention(variant, dim, heads, grid, prefix, head_dim)
@@ -233,8 +241,12 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
             if isinstance(variant, type):
                 function = variant(heads, head_dim, **accepted_arguments(variant, place))
             place = accepted_arguments(getattr(function, "forward", function), place)
+            positions = REL_POS[model.rel_pos](heads, head_dim, grid, prefix)
+            query, key, value = inputs
+            inputs, mask = positions.before(query, key, value, grid), positions.bias(grid)
             output, weights = function(*inputs, mask, nn.Identity(), **place)
-        if (output.shape, weights.shape) != (shape, (1, heads, tokens, tokens)):
+        expected = inputs[-1].shape, (1, heads, tokens, tokens)
+        if (output.shape, weights.shape) != expected:
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
         if not (output.isfinite().all() and weights.isfinite().all()):
             raise ValueError("numbers that are not finite")
@@ -242,6 +254,8 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         learns = [weights, inputs[0]] if varies else inputs[:1]
         if torch.autograd.grad(output.sum(), learns, allow_unused=True)[0] is None and varies:
             raise ValueError("an output that does not depend on the weights beside it")
+        if lost := what_is_lost(variant, dim, heads, grid, prefix, head_dim=model.head_dim):
+            raise ValueError(f"a model file that lacks {lost}")
     except Exception as error:
         what = "tokens" if whole else "queries, keys and values"
         weights_shape = [1, heads, tokens, tokens]

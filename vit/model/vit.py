@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.model.attention import Attention
+from vit.model.config import UNFIT
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
@@ -86,6 +87,8 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_pool(global_pool, class_token)
+        if (rel_pos, attention) in UNFIT:
+            raise ValueError(f"rel_pos: {rel_pos} does not fit {attention} attention")
         attend = find_attention(attention) if isinstance(attention, str) else attention
         attend = attend and with_all_arguments(attend)
         pooled = global_pool == "avg"

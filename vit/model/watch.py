@@ -73,12 +73,15 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         result = func(*args, **(kwargs or {}))
-        if func is F.linear or (func in PRODUCTS and isinstance(args[1], nn.Parameter)):
+        keywords = kwargs or {}
+        matrix: Any = args[1] if len(args) > 1 else keywords.get("weight")
+        if func is F.linear or (func in PRODUCTS and isinstance(matrix, nn.Parameter)):
             result = result + self.add.get(len(self.projections), 0)
             self.projections.append(result)
-            self.matrices.append(args[1])
+            self.matrices.append(matrix)
         if func in SOFTMAXES and result.shape[-2:] == (N, N):
-            self.scores, self.softmaxes = args[0].view(B, -1, N, N), self.softmaxes + 1
+            scores = args[0] if args else keywords["input"]
+            self.scores, self.softmaxes = scores.view(B, -1, N, N), self.softmaxes + 1
             return result if self.instead is None else self.instead.expand_as(result)
         return result
 

@@ -69,15 +69,54 @@ def build_attention(
     """
     if not is_whole(attention):
         return MultiHeadSelfAttention(dim, num_heads, attention=attention, **options)
-    if (rel_pos := options.get("rel_pos", "none")) != "none":
-        raise ValueError(f"rel_pos: {rel_pos} must be none with a whole attention module")
+    names = {*inspect.signature(attention).parameters}
+    for key, usual, taken_by in (
+        ("rel_pos", "none", ()), ("qk_norm", False, ()), ("qkv_bias", True, ()),
+        ("proj_drop", 0.0, ()), ("attn_drop", 0.0, DROPOUTS), ("head_dim", None, HEAD_WIDTHS),
+    ):  # fmt: skip
+        value = options.get(key, usual)
+        if value != usual and names.isdisjoint(taken_by and taken_by + CONFIGS):
+            allowed = f"{usual} with {attention.__name__}, a whole module that does not take it"
+            raise ValueError(f"{key}: {value} is not allowed; it must be {allowed}")
     return WholeAttention(attention, dim, num_heads, **accepted_arguments(WholeAttention, options))
+
+
+def stores_results(model: nn.Module) -> bool:
+    """Tell whether somebody's module computes attention, which may store what it computes."""
+    for module in model.modules():
+        if isinstance(module, WholeAttention):
+            return True
+        head = module.attention if isinstance(module, MultiHeadSelfAttention) else None
+        if isinstance(head, nn.Module) and not type(head).__module__.startswith("vit."):
+            return True
+    return False
+
+
+@torch.no_grad()
+def what_is_lost(
+    attention: Attention, dim: int, num_heads: int, grid: Grid, prefix: int = 0, **options: Any
+) -> str:
+    """Say what an attention computes with that no model file stores; "" if there is nothing."""
+    place: dict[str, Any] = {"grid": grid, "num_prefix_tokens": prefix, **options}
+    trained, loaded = (build_attention(attention, dim, num_heads, **place).eval() for _ in range(2))
+    tokens = torch.randn(1, prefix + math.prod(grid), dim)
+    output = trained(tokens)
+    if not torch.equal(output, trained(tokens)):
+        return ""  # it is random
+    try:
+        loaded.load_state_dict(trained.state_dict())
+    except RuntimeError:
+        return "parameters that its constructor does not make"
+    if torch.allclose(output, loaded(tokens), atol=1e-4, equal_nan=True):
+        return ""
+    return "tensors of its own: make them parameters (nn.Parameter) or buffers (register_buffer)"
 
 
 class WholeAttention(nn.Module):
     """A whole attention module with the interface of `MultiHeadSelfAttention`.
 
-    A mask is passed to a module that takes one, else applied to its softmax.
+    A mask is passed to a module that takes one, else applied to its softmax. Without a softmax over
+    the tokens, the weights are those that the module returns, and no head can be muted.
 
     Args:
         attention: The module's class.
@@ -129,7 +168,7 @@ class WholeAttention(nn.Module):
                     f"{HEADS[0]}, {HEAD_WIDTHS[0]}, {DROPOUTS[0]} or {LENGTHS[0]}"
                 )
         self.module = attention(**accepted_arguments(attention, values))
-        self.num_heads = num_heads
+        self.num_heads, self.num_prefix_tokens = num_heads, num_prefix_tokens
         self.register_buffer("gates", torch.ones(num_heads), persistent=False)
         self.is_gated = False  # whether the gates matter where no weights are needed
         self.place = accepted_arguments(self.module.forward, place)  # what `call` passes on
@@ -142,7 +181,13 @@ class WholeAttention(nn.Module):
         self.is_torchs = isinstance(self.module, nn.MultiheadAttention)
         if self.is_torchs:  # where True hides a key; `ReadSoftmax` masks it
             self.mask_name = None
-        self.mask_ndim = self._find_mask_ndim(dim, num_tokens) if self.mask_name else 4
+        square = torch.ones(2, 1, num_tokens, num_tokens, dtype=torch.bool)
+        works = self.mask_name is None or self._try(dim, square, grid) is not None
+        self.mask_ndim = 4 if works else 3  # (B, 1, N, N) or (B, N, N)
+        # The softmax of linear attention has the shape of another if heads are as wide as there are
+        # tokens, so it is told apart by one token less.
+        fewer = self._try(dim, None, (1, math.prod(grid) - 1)) if math.prod(grid) > 1 else None
+        self.has_softmax = fewer is None or fewer.weights is not None
 
     def forward(
         self,
@@ -154,27 +199,33 @@ class WholeAttention(nn.Module):
         """Apply the module, as `MultiHeadSelfAttention.forward`.
 
         Raises:
-            ValueError: The output has another shape than x, or there are no weights to return.
+            ValueError: The output has another shape than x, or there are no weights to return, or
+                no softmax to which a mask or gates could be applied.
         """
         if not (need_weights or self.is_gated) and mask is None:
             return self.call(x, grid=grid)[0]
+        name = type(self.module).__name__
+        if not self.has_softmax and (self.is_gated or (mask is not None and not self.mask_name)):
+            raise ValueError(
+                f"attention: {name} computes no softmax over the tokens, so none can be hidden "
+                "from it, and no head can be muted"
+            )
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
         own = None  # what the module hides itself; `ReadSoftmax` does it for modules that do not
-        if allowed is not None and self.mask_name is not None:
+        if allowed is not None:
             allowed = allowed[(None,) * (4 - allowed.ndim)]
-            if self.mask_ndim == 4 or allowed.shape[1] == 1:
+            if self.mask_name and (self.mask_ndim == 4 or allowed.shape[1] == 1):
                 own, allowed = allowed if self.mask_ndim == 4 else allowed[:, 0], None
         with ReadSoftmax(size, allowed, self.gates) as read:
             output, weights = self.call(x, own, need_weights, grid)
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
             with ReadSoftmax(size, allowed, self.gates, read.weights):
                 output, _ = self.call(x, own, need_weights, grid)
-        if read.weights is not None:
+        if self.has_softmax and read.weights is not None:
             weights = read.weights
         if weights is None:
-            name, hint = type(self.module).__name__, "let its forward return the attention weights "
-            hint += "too: return output, weights"
+            hint = "let its forward return the attention weights too: return output, weights"
             if read.other is not None:
                 hint = f"its softmax has the shape {[*read.other]}, and queries and keys must be "
                 hint += "(B, H, N, d), as after view(B, N, H, d).transpose(1, 2)"
@@ -195,7 +246,7 @@ class WholeAttention(nn.Module):
             keywords["grid"] = grid
         if self.mask_name is not None:
             keywords[self.mask_name] = mask
-        if self.is_torchs:
+        if self.is_torchs and type(self.module).forward is nn.MultiheadAttention.forward:
             keywords["need_weights"] = need_weights
         result = self.module(*[x] * self.inputs, **keywords)
         output, *others = result if isinstance(result, tuple | list) else (result,)
@@ -206,18 +257,22 @@ class WholeAttention(nn.Module):
                 f"{[*x.shape]}; the output must have their shape"
             )
         weights = [part for part in others if isinstance(part, Tensor) and part.ndim >= 3]
-        return output, weights[0].view(len(x), -1, *weights[0].shape[-2:]) if weights else None
+        if not weights or (weights[0].ndim == 4 and weights[0].shape[0] == x.shape[0]):
+            return output, weights[0] if weights else None  # itself, of which there are gradients
+        return output, weights[0].view(x.shape[0], -1, *weights[0].shape[-2:])
 
-    def _find_mask_ndim(self, dim: int, num_tokens: int) -> int:
-        """Return 4 if the module works with a mask (B, 1, N, N), or else 3, for (B, N, N)."""
-        mask = torch.ones(2, 1, num_tokens, num_tokens, dtype=torch.bool)
+    def _try(self, dim: int, mask: Tensor | None, grid: Grid) -> "ReadSoftmax | None":
+        """Attend to the tokens of two images; return what was read, None if the module fails."""
+        tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
+        size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
         self.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self.call(torch.zeros(2, num_tokens, dim), mask)
-            return 4
+            read = ReadSoftmax(size, None, self.gates)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
+                self.call(tokens, mask, grid=grid)
+            return read
         except Exception:  # whatever their code raises
-            return 3
+            return None
         finally:
             self.train()
 
@@ -252,17 +307,20 @@ class ReadSoftmax(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._project(*args, **kwargs)
-        if func not in SOFTMAXES or args[0].shape[-2:] != self.size[2:]:
-            self.other = args[0].shape if func in SOFTMAXES else self.other
+        if func not in SOFTMAXES:
+            return func(*args, **kwargs)
+        given: Tensor = args[0] if args else kwargs["input"]
+        if given.shape[-2:] != self.size[2:]:
+            self.other = given.shape
             return func(*args, **kwargs)
         if self.mask is None:
             return self._gated(func(*args, **kwargs))
-        scores, mask = args[0], self.mask
+        scores, mask = given, self.mask
         if scores.ndim == 3 and len(scores) == self.size[0]:  # of one head
             mask = mask[:, min(len(self.heads), mask.shape[1] - 1)]
         else:
             scores = scores.view(self.size)
-        return self._gated(masked_softmax(scores, mask).view(args[0].shape))
+        return self._gated(masked_softmax(scores, mask).view(given.shape))
 
     def _gated(self, weights: Tensor) -> Tensor:
         if weights.numel() == math.prod(self.size):
@@ -309,7 +367,9 @@ class ReadSoftmax(TorchFunctionMode):
         attn_mask: Tensor | None = None, **_: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Do what torch's function does, for tokens (N, B, D) and masks that are added."""
-        weight, bias, _, _, _, dropout, out_weight, out_bias = weights
+        weight, bias, *extra, dropout, out_weight, out_bias = weights
+        if any(part is not None and part is not False for part in extra):
+            raise ValueError("bias_k, bias_v and add_zero_attn, which attend to more than tokens")
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         query, key, value = (
             F.linear(x, *layer).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)

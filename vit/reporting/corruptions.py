@@ -20,6 +20,7 @@ from vit.explain.figures import corruption_picture
 from vit.files import open_atomically, require_file
 from vit.hardware import map_on_cores
 from vit.intervals import Z, average, fraction, interval_of_mean
+from vit.model.whole_attention import stores_results
 from vit.reporting.tables import Part, markdown_table, text_table, with_interval
 from vit.run.folder import CORRUPTIONS_FILE
 
@@ -59,6 +60,7 @@ def classify_corrupted(
     from vit.data.corruptions import corrupt  # with SciPy, which is optional
 
     labels, size = images.labels.cpu(), min(PART, batch_size)
+    cores = 1 if stores_results(classifier.model) else torch.get_num_threads()
     clean = classifier.logits(images, batch_size).cpu()
     settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"
     correct = {"clean": (clean.argmax(dim=1) == labels)[None]}
@@ -74,7 +76,7 @@ def classify_corrupted(
                 logits = [classifier.logits(images, batch_size) for images in changed]
                 return torch.stack(logits).argmax(dim=2).cpu()
 
-            parts = map_on_cores(classify, images.images.split(size), torch.get_num_threads())
+            parts = map_on_cores(classify, images.images.split(size), cores)
             correct[kind] = torch.cat(parts, dim=1) == labels
             with open_atomically(path) as file:
                 np.savez_compressed(file, settings=settings, **correct)  # type: ignore[arg-type]

@@ -188,7 +188,8 @@ def _dtype(classifier: Classifier, images: Tensor) -> torch.dtype | None:
     rounded = {name: tensor.half().to(tensor.dtype) for name, tensor in floats.items()}
     if not all(tensor.isfinite().all() for tensor in rounded.values()):
         return torch.float32
-    error = (functional_call(model, rounded, (inputs,)) - logits).abs().max()
+    changed = functional_call(model, rounded, (inputs,), tie_weights=False)  # each has its value
+    error = (changed - logits).abs().max()
     return torch.float16 if error <= HALF_ERROR else torch.float32
 
 
@@ -204,7 +205,9 @@ class _WithWeights(nn.Module):
     ) -> Answer:
         """Classify one image, with weights by their names in the model."""
         named = {f"model.{name}": tensor for name, tensor in weights.items()}
-        logits, attention, *lens = functional_call(self.interventions, named, (images, gates, keep))
+        inputs = images, gates, keep
+        answer: Answer = functional_call(self.interventions, named, inputs, tie_weights=False)
+        logits, attention, *lens = answer
         classes, probabilities = (part[:, 0] for part in lens)
         return logits, attention, classes.int(), probabilities
 

@@ -52,7 +52,7 @@ def without_places(config: Config) -> Config:
     def bare(name: str | None) -> str | None:
         return Path(name).name if name and not name.startswith((TIMM, HUB)) else name
 
-    names = {"pretrained": bare(model.pretrained), "attention": bare(model.attention)}
+    names: dict[str, Any] = {key: bare(getattr(model, key)) for key in ("pretrained", "attention")}
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, root=defaults.data.root),

@@ -174,9 +174,7 @@ def build_state(
         # Sharded weights and complete buffers cannot be updated in one operation.
         decay, masks = config.optim.ema_decay, any(b.isinf().any() for b in model.buffers())
         # The average of -inf and -inf would be NaN.
-        ema = ModelEmaV3(
-            model, decay, use_warmup=True, foreach=not sharded, exclude_buffers=masks
-        )
+        ema = ModelEmaV3(model, decay, use_warmup=True, foreach=not sharded, exclude_buffers=masks)
     if sharded:
         complete = copy.deepcopy(model).to("cpu" if world.main else "meta")
         for part in [model] if ema is None else [model, ema.module]:
