@@ -302,6 +302,12 @@ def test_a_model_that_cannot_be_built_is_refused_before_data_is_read() -> None:
     data = {"name": "shapes", "image_size": (32, 48)}
     with pytest.raises(ValueError, match=r"^model\.patch_size: 5 does not divide img_size=32 x 48"):
         check_config(Config(**{"data": data, "model": {"patch_size": 5}}))
+    for values, line in (
+        ({"train": {"small_share": 1}}, "small_share: 1.0 is not allowed; it must be less than 1"),
+        ({"augment": {"mixup": 0.001}}, "mixup: 0.001 is not allowed; it must be 0, or at least"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            check_config(Config(**values))
     line = "^model.depth: 0 is not allowed; it must be greater than or equal to 1$"
     for make in (ModelConfig, partial(replace, ModelConfig())):  # as on the command line
         with pytest.raises(ValueError, match=line):

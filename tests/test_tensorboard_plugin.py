@@ -452,7 +452,7 @@ def test_a_failing_data_server_is_one_line_of_json() -> None:
     found = Client(plugin.get_plugin_apps()["/runs"]).get("/")
     assert found.status_code == 503
     reason = "TensorBoard's data server failed (RESOURCE_EXHAUSTED)"
-    assert found.json == {"error": f"{reason}; restart it with --load_fast=false"}
+    assert found.json is not None and found.json["error"].startswith(f"{reason}; restart it with ")
 
 
 @pytest.mark.slow

@@ -46,8 +46,10 @@ def warn(text: str) -> None:
 
 def program(name: str) -> str:
     """Name train or eval as the user calls it: a script of a checkout, or an installed command."""
-    is_script = Path(sys.argv[0]).name in ("train.py", "eval.py")
-    return f"{installed('python')} {name}.py" if is_script else installed(f"vit-{name}")
+    called = Path(sys.argv[0])
+    if called.name not in ("train.py", "eval.py"):
+        return installed(f"vit-{name}")
+    return f"{installed('python')} {argument(called.with_name(f'{name}.py'))}"
 
 
 def installed(name: str) -> str:

@@ -18,10 +18,13 @@ RESAMPLES = 1000  # of the bootstrap
 
 
 def mean_interval(values: Tensor) -> tuple[float, float]:
-    """Return the mean of values (N,) and half its normal 95% interval, NaN for a single value."""
+    """Return the mean of values (N,) and half its 95% interval (Student), NaN for one value."""
     values = values.cpu().double()
-    spread = values.std().item() if len(values) > 1 else math.nan
-    return values.mean().item(), Z * spread / math.sqrt(len(values))
+    mean = values.mean().item()
+    if len(values) < 2:
+        return mean, math.nan
+    interval = student("mean", values)[0]["mean_95"]
+    return mean, 0.0 if interval is None else interval[1] - mean
 
 
 def fraction(name: str, part: int, total: int) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def fraction(name: str, part: int, total: int) -> dict[str, Any]:
 
 
 def average(name: str, values: Tensor) -> dict[str, Any]:
-    """Return the mean of values (N,) and its normal 95% interval, None for N = 1, by name."""
+    """Return the mean of values (N,) and its 95% interval (Student), None for N = 1, by name."""
     mean, half = mean_interval(values)
     return {name: mean, f"{name}_95": (mean - half, mean + half) if len(values) > 1 else None}
 
@@ -74,7 +77,10 @@ def mcnemar(only_first: int, only_second: int) -> float:
     It is the probability of a split at least as uneven if both models were equally good.
     """
     count, fewer = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(count, k) for k in range(fewer + 1))
+    tail = term = 1  # the number of ways to choose k images of count, added up to k = fewer
+    for k in range(1, fewer + 1):
+        term = term * (count - k + 1) // k
+        tail += term
     return min(1.0, 2 * tail / 2**count)
 
 

@@ -30,6 +30,7 @@ from vit.data.photos import find_photos
 from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
 from vit.training.loop import Loop
+from vit.training.start import check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = ("cat", "dog", "owl")
@@ -398,6 +399,17 @@ def test_a_run_inside_the_class_folders_is_refused(classes_only: Path) -> None:
     with pytest.raises(ValueError, match=r"^out: .* is inside data\.root=.*choose another --out$"):
         train(config(classes_only, classes_only / "runs" / "first"))
     assert not (classes_only / "runs").exists()
+
+
+def test_a_run_inside_a_class_of_a_part_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name in CLASSES:
+            (tmp_path / part / name).mkdir(parents=True)
+            picture(1).save(tmp_path / part / name / "1.png")
+    for out in ("train/run", f"test/{CLASSES[0]}/run"):
+        with pytest.raises(ValueError, match=r"^out: .* is inside data\.root="):
+            check_config(config(tmp_path, tmp_path / out))
+    check_config(config(tmp_path, tmp_path / "run"))
 
 
 def keys(images: ImageSet) -> list[tuple[bytes, int]]:

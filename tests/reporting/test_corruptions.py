@@ -333,9 +333,9 @@ def test_models_are_compared_by_image_with_the_same_corruptions(saved, images, t
         assert (found["one"][kind]["mean"], row["mean"]) == (
             pytest.approx(first.mean()), pytest.approx(second.mean())
         )  # fmt: skip
-        half = 1.959964 * (second - first).std(ddof=1) / len(images) ** 0.5
+        half = stats.t.ppf(0.975, len(images) - 1) * stats.sem(second - first)
         mean = (second - first).mean()
-        assert row["difference_95"] == pytest.approx((mean - half, mean + half), abs=1e-6)
+        assert row["difference_95"] == pytest.approx((mean - half, mean + half), abs=1e-5)
         assert found["same"][kind]["difference_95"] == (0, 0)
         assert f"{row['difference']:+.1%} (" in lines[kind.replace("_", " ")[:12].strip()]
     means = [found["other"][kind]["difference"] for kind in KINDS]

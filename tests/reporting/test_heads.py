@@ -25,7 +25,7 @@ def test_falls_are_paired_and_by_hand() -> None:
     wrong = torch.cat([right[:2], right[2:].flip(1)])
     effect = effect_of(((0, 0),), true_class(right, labels), true_class(wrong, labels))
     spread = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64).std().item()
-    half = 1.959964 * spread / 2
+    half = 3.182446 * spread / 2  # the 97.5% point of Student's t with three degrees of freedom
     assert effect.accuracy == pytest.approx((0.5, half))
     assert effect.probability == pytest.approx((0.4, 0.8 * half))
     probability, hits = true_class(wrong, labels)

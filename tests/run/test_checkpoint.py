@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,15 @@ def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
     for step in (5, 10, 1000):
         save_checkpoint(tmp_path, state(config, step))
     assert checkpoint_steps(tmp_path) == [10, 1000]
+    own = tmp_path / "checkpoints" / "step_best.pt"
+    shutil.copy(own.with_name("step_00000010.pt"), own)
     newest = tmp_path / "checkpoints" / "step_00001000.pt"
     newest.write_bytes(newest.read_bytes()[:1000])
     found = latest_checkpoint(tmp_path)
     assert found is not None and found.step == 10
     assert "step_00001000.pt is not a checkpoint, or is damaged" in capsys.readouterr().err
     save_checkpoint(tmp_path, state(config, 70))  # the damaged one after it goes
-    assert checkpoint_steps(tmp_path) == [10, 70]
+    assert checkpoint_steps(tmp_path) == [10, 70] and own.exists()  # what others put there stays
 
 
 def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:

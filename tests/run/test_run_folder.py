@@ -123,6 +123,25 @@ def test_finished_run_is_refused(unfinished: Config) -> None:
     assert check_run(unfinished, overwrite=True, environment=HOW) is None
 
 
+def test_the_report_of_a_run_whose_weights_were_deleted_is_kept(tmp_path: Path) -> None:
+    run = prepare_run(Config(out=str(tmp_path / "run")), resume=False)
+    (run / "eval").mkdir()
+    (run / "eval" / "report.json").touch()
+    with pytest.raises(ValueError, match=r"the report of a finished run without its model\.safe"):
+        check_run(Config(out=str(run)), overwrite=False, environment=HOW)
+
+
+def test_a_folder_in_which_nothing_can_be_locked_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
+    with pytest.raises(ValueError, match=r"cannot write to .*not permitted.*another --out"):
+        lock_run(tmp_path / "run").__enter__()
+
+
 @pytest.mark.parametrize(
     ("group", "changes"),
     [

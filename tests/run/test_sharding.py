@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from small_runs import UNIFORM, StopAt, load, make_step, small
-from vit.config import Config, StoredConfig
+from vit.config import Config, StoredConfig, to_dict
 from vit.distributed.shard import needs_shards, replicate, to_full
 from vit.distributed.world import Stopped, World
 from vit.model.variants import load_attention
 from vit.pretrained.load import load as load_model
 from vit.run.checkpoint import (
+    Checkpoint,
     checkpoint_paths,
     checkpoint_steps,
     latest_checkpoint,
     read_checkpoint,
 )
-from vit.run.sharded import STATE_FILE, SUMS_FILE
+from vit.run.sharded import STATE_FILE, SUMS_FILE, write_folder
 from vit.settings import parse
 from vit.training.build import missing_tool
 from vit.training.loop import Loop
@@ -227,6 +228,35 @@ def test_another_number_of_processes_goes_on(
     assert_near({**found, "losses": expected["losses"]}, expected)
     # What a single process writes is one file again.
     assert [path.suffix for path in checkpoint_paths(tmp_path / "run")] == ["", ".pt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_parts_are_read_without_what_the_run_did_not_have(tmp_path: Path) -> None:
+    """Parameters without gradients have no state; a moving average may begin later."""
+    (tmp_path / "unused.py").write_text(UNIFORM)
+    load_attention(f"{tmp_path}/unused.py:Uniform")
+    states = []
+    for decay in (None, 0.9):
+        config = short(tmp_path / str(decay), model={"attention": "unused.py:Uniform"})
+        optim = dataclasses.replace(config.optim, ema_decay=decay)
+        loop = loop_of(dataclasses.replace(config, optim=optim), World())
+        states.append(loop.step.state)
+        batches = loop.step.batches(loop.training, torch.arange(64).view(2, 32))
+        for batch in batches if decay is None else ():
+            loop.step(*batch)
+    saved, resumed = states
+    tensors = {name: value.contiguous() for name, value in saved.tensors().items()}
+    write_folder(tmp_path / "step", tensors, {}, main=True)
+    about: dict[str, Any] = {"config": to_dict(Config()), "classes": ["a"], "model": {}}
+    checkpoint = Checkpoint(**about, **saved.counts(), folder=tmp_path / "step")
+    resumed.load_checkpoint(checkpoint)
+    expected, found = saved.tensors(), resumed.tensors()
+    average = {name: value for name, value in found.items() if name.startswith("ema.")}
+    assert found.keys() - average.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for name, value in average.items():
+        assert torch.equal(value, found[name.replace("ema.", "model.", 1)]), name
 
 
 def flip(path: Path) -> None:

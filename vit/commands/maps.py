@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.commands.config import MapsConfig
-from vit.console import argument, counted, printable, say
+from vit.console import argument, counted, installed, printable, say
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
@@ -62,7 +62,7 @@ def run(name: str, options: MapsConfig) -> None:
     say(
         f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, {DISTANCE}.png, maps (.npy) "
         f"and {INDEX_FILE} to {printable(folder)}/\nsee these images in the Attention tab of "
-        f"TensorBoard: tensorboard --logdir {argument(folder)}"
+        f"TensorBoard: {installed('tensorboard')} --logdir {argument(folder)}"
     )
     default = 0 if options.indices else 500
     count = min(default if options.faithfulness is None else options.faithfulness, len(test))
@@ -79,7 +79,7 @@ def run(name: str, options: MapsConfig) -> None:
         table = score_maps(saved, chosen, maps, predicted, batch_size, options.seed)
         content = {"model": str(saved.path), "images": count, "rollout": asdict(rollout)}
         write_json(folder / TABLE_FILE, {**content, "maps": table})
-        say(f"\n{as_table(table, count)}\n\nwrote {printable(folder / TABLE_FILE)}")
+        say(f"\n{as_table(table, count, rollout)}\n\nwrote {printable(folder / TABLE_FILE)}")
 
 
 def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Callbacks of other training loops, for the Attention tab; each needs the package of its name."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from vit.console import shorten, warn
 from vit.data.preprocess import Preprocess
-from vit.reporting.add_attention import add_attention
+from vit.reporting.add_attention import add_attention, check_attention
+from vit.settings import require
 
 RGB = tuple[float, float, float]
 HALF = (0.5, 0.5, 0.5)
@@ -30,6 +32,8 @@ class AttentionLog:
         self, images: Tensor, every: int = 100, mean: RGB = HALF, std: RGB = HALF,
         model: nn.Module | None = None, **shown: Any,
     ) -> None:  # fmt: skip
+        require(every >= 1, "every", every, "at least 1")
+        inspect.signature(add_attention).bind_partial(**shown)  # a TypeError names what is unknown
         size = (images.shape[-2], images.shape[-1])
         self.inputs = Preprocess(size, tuple(mean), tuple(std)).normalize(images)
         self.images, self.every, self.shown, self.last = images, every, shown, 0
@@ -37,8 +41,9 @@ class AttentionLog:
 
     def start(self, model: nn.Module, read: Callable[..., Any]) -> None:
         """Raise a ValueError if the attention of a model cannot be read."""
+        self.last = 0
         try:
-            self._see(model, read)
+            check_attention(self.images, **{**self._see(model, read), **self.shown})
         except Exception as error:  # of many kinds, depending on the model
             reason = f"{type(model).__name__} cannot be logged: {shorten(error, 300)}"
             raise ValueError(f"{reason}; leave out AttentionCallback, or name a model=") from error
@@ -58,7 +63,11 @@ class AttentionLog:
     def _see(self, model: nn.Module, read: Callable[..., Any]) -> Any:
         modes = {module: module.training for module in model.modules()}
         try:
-            return read(model.eval(), self.inputs.to(next(model.parameters())))
+            seen = read(model.eval(), self.inputs.to(next(model.parameters())))
+            logits = seen["logits"]
+            if logits is not None and logits.shape[-1] < 2:  # which are no classes
+                seen["logits"] = None
+            return seen
         finally:
             for module, mode in modes.items():
                 module.training = mode

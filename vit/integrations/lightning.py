@@ -51,4 +51,5 @@ def _read(model: nn.Module, inputs: Tensor) -> dict[str, Any]:
     reader = require_attention(model)
     logits, weights, _ = reader.forward_intermediates(inputs)
     layout = layout_of(reader, *inputs.shape[-2:])
-    return {"weights": weights, "logits": logits, **asdict(layout)}
+    has_head = getattr(model, "num_classes", 1) != 0  # else it returns features, for a head outside
+    return {"weights": weights, "logits": logits if has_head else None, **asdict(layout)}

@@ -8,6 +8,9 @@ from transformers import TrainerCallback
 
 from vit.integrations import AttentionLog
 
+# Classifiers that read the mean of the patches, without a setting that says so.
+MEANS = ("CLIPForImageClassification", "MetaClip2ForImageClassification")
+
 
 class AttentionCallback(AttentionLog, TrainerCallback):  # type: ignore[misc]
     """Logs the attention of a Vision Transformer of transformers; see `AttentionLog`."""
@@ -37,7 +40,7 @@ def _read(model: Any, inputs: Tensor) -> dict[str, Any]:
     grid = tuple(n // config.patch_size for n in inputs.shape[-2:])
     prefix = output.attentions[0].shape[-1] - grid[0] * grid[1]
     mean = prefix == 0 or getattr(config, "use_mean_pooling", False)
-    mean = mean or type(model).__name__ == "CLIPForImageClassification"  # no setting says so
+    mean = mean or type(model).__name__ in MEANS
     return {
         "weights": output.attentions, "logits": output.get("logits"), "grid": grid,
         "num_prefix_tokens": prefix, "readout": "mean" if mean else "class_token",

@@ -6,6 +6,7 @@ Shapes: B images, L layers, H heads, N tokens (prefix, then patches), C classes.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -76,7 +77,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     pixels = _pixels(images)
     layers = _layers(weights, len(pixels), grid, num_prefix_tokens)
     _check_target(writer, tag, step, model)
-    prefix = _prefix_names(num_prefix_tokens, readout)
+    step, prefix = int(step), _prefix_names(num_prefix_tokens, readout)
     names, true, logits = _predictions(len(pixels), classes, labels, logits)
     if maps is None and readout is not None:
         rollout = attention_rollout(layers, readout=readout, num_prefix_tokens=num_prefix_tokens)
@@ -96,6 +97,16 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         add_live(writer, model, torch.from_numpy(pixels).permute(0, 3, 1, 2), step)
 
 
+def check_attention(
+    images: Tensor, weights: Tensor | Sequence[Tensor], grid: tuple[int, int],
+    num_prefix_tokens: int, logits: Tensor | None = None, classes: Sequence[str] = (),
+    labels: Tensor | Sequence[int] | None = None, **_: Any,
+) -> None:  # fmt: skip
+    """Check what a model returns, as `add_attention` does before it writes."""
+    _layers(weights, len(_pixels(images)), grid, num_prefix_tokens)
+    _predictions(len(images), classes, labels, logits)
+
+
 def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
     if not isinstance(writer, SummaryWriter):
         kind = f"{type(writer).__module__}.{type(writer).__name__}"
@@ -104,10 +115,12 @@ def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
         raise ValueError(
             f"tag: {tag!r} is empty or ends with /weights, /features or /frames, which the tab adds"
         )
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
         raise ValueError(f"step: {step!r} is not a whole number, at least 0")
     if model is not None and not hasattr(model, "preprocess"):
         raise ValueError(f"model: {type(model).__name__} is not a vit.Classifier")
+    if model is not None and model.model.training:
+        raise ValueError("model: it is in training mode; call model.model.eval() before")
 
 
 def _pixels(images: Tensor) -> np.ndarray:
@@ -131,7 +144,8 @@ def _layers(
     shapes = {tuple(layer.shape) for layer in layers}
     tokens = num_prefix_tokens + math.prod(grid)
     heads = {shape[1] for shape in shapes if len(shape) == 4 and shape[1]}
-    if shapes != {(batch, number, tokens, tokens) for number in heads} or len(heads) != 1:
+    fits = num_prefix_tokens >= 0 and len(heads) == 1
+    if not fits or shapes != {(batch, number, tokens, tokens) for number in heads}:
         raise ValueError(
             f"weights: {len(layers)} layers of shapes {shapes} are not all (B, H, N, N) with B = "
             f"{batch} images and N = {tokens} tokens, {num_prefix_tokens} before a grid of "
@@ -186,13 +200,15 @@ def _predictions(
         logits = logits.detach().float().cpu()
         if logits.ndim != 2 or logits.shape[0] != batch or not logits.isfinite().all():
             raise ValueError(f"logits: {tuple(logits.shape)} is not ({batch}, C) finite numbers")
-        if classes and len(classes) != logits.shape[1]:
+        if logits.shape[1] < 2:
+            raise ValueError("logits: softmax needs two classes; pass [0, logit] for one logit")
+        if len(classes) not in (0, logits.shape[1]):
             raise ValueError(f"classes: {len(classes)} names for {logits.shape[1]} logits")
     true = [] if labels is None else [int(label) for label in labels]
     if labels is not None and len(true) != batch:
         raise ValueError(f"labels: {len(true)} labels for {batch} images")
     known = logits.shape[1] if logits is not None else max(true, default=-1) + 1
-    names = list(classes) or [f"class {index}" for index in range(known)]
+    names = [str(name) for name in classes] or [f"class {index}" for index in range(known)]
     if any(not 0 <= index < len(names) for index in true):
         raise ValueError(f"labels: {true} are not all 0 to {len(names) - 1}")
     return names, [None] * batch if labels is None else true, logits

@@ -82,6 +82,7 @@ class AttentionLogging:
         heads = {
             name: torch.tensor([getattr(r.details.statistics, name) for r in records]).mean(dim=0)
             for name in STATISTICS
+            if getattr(records[0].details.statistics, name) is not None
         }
         layers = {name: values.mean(dim=1) for name, values in heads.items()}
         tokens = [torch.cat(layer) for layer in zip(*(part.tokens for part in parts), strict=True)]
@@ -90,7 +91,7 @@ class AttentionLogging:
         for name, values in layers.items():
             for layer, value in enumerate(values.tolist()):
                 yield f"attention/{name}/layer_{layer:02d}", value
-        titled = {title: heads[name] for name, title in STATISTICS.items()}
+        titled = {title: heads[name] for name, title in STATISTICS.items() if name in heads}
         yield "attention/statistics", statistics_picture(titled)
         logits = torch.cat([part.logits for part in parts])
         captions = captions_of(logits, self.probes.labels, self.probes.classes)

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.explain.kinds import ALL_KINDS
+from vit.explain.kinds import ALL_KINDS, RolloutOptions
+from vit.explain.maps import DEFAULTS, title_of
 from vit.explain.references import mean_colour, to_patches, to_pixels
 from vit.intervals import mean_interval
 from vit.model.attention_model import require_attention
@@ -158,13 +159,13 @@ def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
     return (strongest & covered).sum(dim=(1, 2)) / strongest.sum(dim=(1, 2))
 
 
-def as_table(table: Table, count: int) -> str:
+def as_table(table: Table, count: int, rollout: RolloutOptions = DEFAULTS) -> str:
     """Format the result of `score_maps` as text."""
     metrics = [m for m in METRICS if any(m in values for values in table.values())]
     rows = [["map", *(METRICS[metric] for metric in metrics)]]
     for kind, values in table.items():
         if entry := ALL_KINDS.get(kind):
-            name = entry.title + ("" if entry.class_specific else ", class-agnostic")
+            name = title_of(kind, rollout) + ("" if entry.class_specific else ", class-agnostic")
         else:
             name = f"{BASELINES[kind]} (baseline)"
         pairs = (values.get(metric) for metric in metrics)

@@ -114,7 +114,9 @@ class LiveLog:
             return
         weights = weights_of(classifier, dtype)
         if len(weights) > room:
-            reason = "its weights do not fit as float32; raise --track.live_mb"
+            largest = f"at most {MAX_LIVE_WEIGHTS / 1e6:.0f} MB can be stored"
+            advice = largest if len(weights) > MAX_LIVE_WEIGHTS else "raise --track.live_mb"
+            reason = f"its weights do not fit as float32; {advice}"
             warn(f"the Attention tab cannot run step {step}: {reason}")
             return
         self._room -= len(weights)
@@ -169,6 +171,8 @@ def _spec(classifier: Classifier, planned: int) -> LiveSpec:
     grid = model.patch_embed.grid(*preprocess.image_size)
     layers, heads = gates_of(classifier.model).shape
     floats = sum(tensor.numel() for tensor in _named_weights(classifier.model).values())
+    if (most := MAX_LIVE_WEIGHTS // 2) < floats:  # as float16
+        raise ValueError(f"it has {floats:,} weights, and the page runs at most {most:,}")
     channels: Any = preprocess.channels
     return LiveSpec(
         **vars(preprocess), channels=channels, grid=grid, prefix=model.num_prefix_tokens,

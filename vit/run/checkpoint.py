@@ -161,7 +161,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 def checkpoint_paths(run: Path) -> list[Path]:
     """List a run's checkpoints, files and folders, oldest first."""
     folder = run / CHECKPOINT_FOLDER
-    paths = [*folder.glob("step_*.pt"), *folder.glob(FOLDER_PATTERN)]
+    paths = [*folder.glob(f"{FOLDER_PATTERN}.pt"), *folder.glob(FOLDER_PATTERN)]
     return sorted(paths, key=lambda path: path.stem)
 
 

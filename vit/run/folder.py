@@ -70,7 +70,7 @@ _RESULTS = (
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
     *(METRICS_FILE, SPLIT_FILE, MODEL_FILE, "events.out.tfevents.*"),
-    *(f"{CHECKPOINT_FOLDER}/{pattern}" for pattern in ("step_*.pt", FOLDER_PATTERN, ".*.tmp")),
+    *(f"{CHECKPOINT_FOLDER}/{name}" for name in (f"{FOLDER_PATTERN}.pt", FOLDER_PATTERN, ".*.tmp")),
     *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
@@ -111,6 +111,9 @@ def lock_run(run: Path) -> Iterator[None]:
     except Timeout:
         advice = "wait for it, stop it, or train in another folder with --out"
         raise ValueError(f"out: {run} is being written by another process; {advice}") from None
+    except OSError as error:
+        problem = f"cannot write to {run} ({error.strerror})"
+        raise ValueError(f"out: {problem}; use another --out") from None
     try:
         yield
     finally:
@@ -209,6 +212,21 @@ def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:
     write_table(Path(config.out) / SPLIT_FILE, rows)
 
 
+def _refuse_finished(run: Path) -> None:
+    if (run / MODEL_FILE).exists():
+        raise ValueError(
+            f"out: {run} contains a finished run; evaluate it with "
+            f"`{program('eval')} {argument(run)}`, train its weights further with "
+            f"--model.pretrained {argument(run)} and another --out, or delete it and start over "
+            "with --overwrite"
+        )
+    if (run / EVAL_FOLDER / REPORT_FILE).exists() and not checkpoint_paths(run):
+        raise ValueError(
+            f"out: {run} contains the report of a finished run without its {MODEL_FILE}; use "
+            "another --out, or delete it and start over with --overwrite"
+        )
+
+
 def check_run(
     config: Config, overwrite: bool, environment: dict[str, Any], allow_changes: bool = False
 ) -> Checkpoint | None:
@@ -234,13 +252,7 @@ def check_run(
     written_files(run)  # raises if a link leads out of the run
     if overwrite:
         return None
-    if (run / MODEL_FILE).exists():
-        raise ValueError(
-            f"out: {run} contains a finished run; evaluate it with "
-            f"`{program('eval')} {argument(run)}`, train its weights further with "
-            f"--model.pretrained {argument(run)} and another --out, or delete it and start over "
-            "with --overwrite"
-        )
+    _refuse_finished(run)
     newest, stored = latest_checkpoint(run), stored_config(run)
     if newest is None or stored is None:  # it was stopped before the first checkpoint
         return None

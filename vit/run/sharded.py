@@ -51,6 +51,8 @@ def write_folder(
     try:
         save(tensors, storage_writer=writer, planner=planner)
     except CheckpointException as error:
+        if main:  # what is there of it may keep a full disk full
+            shutil.rmtree(folder, ignore_errors=True)
         raise OSError(_first_failure(error)) from None
     if main:
         finish_writing(folder, state, target)
@@ -112,19 +114,28 @@ def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
         raise ValueError(f"{folder} does not fit the run: {_first_failure(error)}") from None
 
 
-def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Read the tensors whose names begin with a prefix; return them without it."""
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors by name, with their shapes and types but without values."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     try:
         stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(about.size, dtype=about.properties.dtype)
+        return {
+            name: torch.empty(about.size, dtype=about.properties.dtype, device="meta")
             for name, about in stored.items()
-            if name.startswith(prefix)
         }
     except Exception as error:  # torch checks nothing that it reads
         raise ValueError(f"{folder} is damaged: {shorten(repr(error), 200)}") from None
+
+
+def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Read the tensors whose names begin with a prefix; return them without it."""
+    stored = stored_tensors(folder).items()
+    tensors = {
+        name: torch.empty_like(tensor, device="cpu")
+        for name, tensor in stored
+        if name.startswith(prefix)
+    }
     read_tensors(folder, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 

@@ -286,11 +286,12 @@ def _application(provider: Any, answer: Callable[[Question], Answer], content_ty
     def application(request: wrappers.Request) -> wrappers.Response:
         try:
             return http_util.Respond(request, answer(Question(provider, request)), content_type)
-        except ValueError as error:
+        except (KeyError, ValueError) as error:  # or a parameter is missing
             code, text = 400, str(error)
         except grpc.RpcError as error:
             reason = f"TensorBoard's data server failed ({error.code().name})"
-            code, text = 503, f"{reason}; restart it with --load_fast=false"
+            few = "--samples_per_plugin attention=20, which keeps fewer steps"
+            code, text = 503, f"{reason}; restart it with {few}, or --load_fast=false"
         problem = {"error": shorten(text, LONGEST)}
         return http_util.Respond(request, problem, "application/json", code=code)
 

@@ -138,18 +138,17 @@ def end_text(run: Path, result: dict[str, Any], has_maps: bool, variant: str) ->
 
 def diverged_text(state: TrainState, numbers: str) -> str:
     """Describe which numbers are not finite ("loss or gradient" or "weights"), and what to try."""
-    problem = "training diverged"
+    problem, kept = "training diverged", "; this state was not saved"
     advice = "Lower --optim.lr and --optim.muon_lr or set --optim.clip_grad"
     if state.skipped == state.step:  # no weight has changed
-        problem = "the model is not finite before training"
+        problem, kept = "the model is not finite before training", ""
         advice = "Check pretrained weights, and attention that you have edited or named"
     rates = ", ".join(f"{optimizer.param_groups[0]['lr']:.3g}" for optimizer in state.optimizers)
     losses = " ".join(f"{point[0].item():.4g}" for point in state.points[-LOSSES:])
     return (
         f"{problem}: {numbers} not finite at step {state.step:,}, after "
         f"{state.skipped_in_a_row} skipped steps in a row (learning rate {rates}; last losses, "
-        f"nan for a skipped step: {losses}); this state was not saved. {advice}, and start over "
-        "with --overwrite"
+        f"nan for a skipped step: {losses}){kept}. {advice}, and start over with --overwrite"
     )
 
 

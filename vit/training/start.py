@@ -152,9 +152,15 @@ def check_config(config: Config) -> None:
     """
     out, root = (Path(os.path.realpath(path)) for path in (config.out, config.data.root))
     is_inside = config.data.name == "folder" and out.is_relative_to(root)
-    if is_inside and len(find_parts(root)) == 1:
+    if is_inside and any(out.is_relative_to(part) for part in find_parts(root)):
         place = f"data.root={config.data.root}, where every folder is a class"
         raise ValueError(f"out: {config.out} is inside {place}; choose another --out")
+    # Values that a config of an earlier version may have.
+    whole = config.train.small_share != 1
+    check(config.train, "small_share", whole, "less than 1: the last steps need the full size")
+    for name in ("mixup", "cutmix"):
+        alpha = getattr(config.augment, name)
+        check(config.augment, name, alpha == 0 or alpha >= 0.01, "0, or at least 0.01")
     preprocess, meta = Preprocess.from_config(config.data), torch.device("meta")
     try:
         with meta:

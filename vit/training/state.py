@@ -17,7 +17,7 @@ from vit.model.timm_model import classifier_layers
 from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint
 from vit.run.length import Length
-from vit.run.sharded import read_tensors
+from vit.run.sharded import read_tensors, stored_tensors
 from vit.seeding import fold_in
 from vit.training.optim import build_optimizers, set_lr
 from vit.training.start import Run
@@ -111,15 +111,19 @@ class TrainState:
         if checkpoint.folder is None:
             self.load_state_dict(vars(checkpoint))
             return
+        stored = stored_tensors(checkpoint.folder)
+        moved = {name.split(".", 3)[3] for name in stored if name.startswith("optimizers.")}
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = torch.zeros_like(parameter) if name in moved else None
         set_lr(self.optimizers, 0.0)
-        has_stepped = checkpoint.step > checkpoint.skipped
-        for optimizer in self.optimizers if has_stepped else ():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self.optimizers:
             optimizer.step()  # moves nothing, but makes the tensors of its state
             optimizer.zero_grad(set_to_none=True)
-        read_tensors(checkpoint.folder, self.tensors())
+        has_ema = any(name.startswith("ema.") for name in stored)
+        wanted = self.tensors().items()
+        read_tensors(checkpoint.folder, {k: v for k, v in wanted if has_ema or k[:4] != "ema."})
+        if self.ema is not None and not has_ema:  # the run began without
+            self.ema.module.load_state_dict(self.model.state_dict())
         self._load_counts(vars(checkpoint))
 
     def _load_counts(self, state: dict[str, Any]) -> None:
