@@ -47,7 +47,7 @@ from attention_tab import (
 from models import grey_classifier
 from vit.explain.rollout import attention_rollout
 from vit.reporting.add_attention import add_attention
-from vit.reporting.attention_records import add_summary
+from vit.run.tracker import add_summary
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
     decode_details,

@@ -73,6 +73,7 @@ class Classifier:
     shift: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
         allowed = "in evaluation mode; call model.eval()"
         require(not self.model.training, "model", "in training mode", allowed)
         different = len({*self.classes}) == len(self.classes)

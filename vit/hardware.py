@@ -34,7 +34,7 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ValueError: This machine does not have the device.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    name, accelerator = str(name), torch.accelerator.current_accelerator(check_available=True)
     available = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
     if name == "auto":
         return torch.device(available[0])

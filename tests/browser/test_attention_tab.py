@@ -49,8 +49,9 @@ from vit.explain.statistics import attention_by_offset, attention_entropy
 from vit.model.vit import VisionTransformer
 from vit.pretrained.load import load as load_model
 from vit.reporting.add_attention import add_attention
-from vit.reporting.attention_records import add_summary, attention_records
+from vit.reporting.attention_records import attention_records
 from vit.reporting.live import add_live
+from vit.run.tracker import add_summary
 from vit.tensorboard_plugin.encoding import live_summary, live_weights, summaries
 from vit.tensorboard_plugin.records import Record
 

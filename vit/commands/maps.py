@@ -22,7 +22,7 @@ from vit.explain.statistics import attention_by_offset
 from vit.files import open_atomically, write_json, write_picture
 from vit.model.attention_model import require_attention
 from vit.model_file import SavedModel
-from vit.reporting.attention_records import add_summary, attention_records, read_frames
+from vit.reporting.attention_records import attention_records, read_frames
 from vit.reporting.faithfulness import as_table, score_maps
 from vit.reporting.live import add_live
 from vit.reporting.loading import load_run, load_test, require_own, results_folder
@@ -35,7 +35,7 @@ from vit.run.folder import (
     INDEX_FILE,
     TABLE_FILE,
 )
-from vit.run.tracker import event_writer, picture_tag
+from vit.run.tracker import add_summary, event_writer, picture_tag
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
 
 LIVE_MB = 100  # for the model, which the Attention tab can run

@@ -79,7 +79,8 @@ def attention_rollout(
     check_rollout_options(head_fusion, discard_ratio, start_layer, len(weights))
     row = _start_row(weights[0], readout, num_prefix_tokens)
     for layer in reversed(weights[start_layer:]):
-        row = _through_layer(row, fuse_heads(layer, num_prefix_tokens, head_fusion, discard_ratio))
+        fused = fuse_heads(layer, num_prefix_tokens, head_fusion, discard_ratio)
+        row = 0.5 * (row @ fused) + 0.5 * row  # half attention, half residual connection
     return row[:, 0, num_prefix_tokens:]
 
 
@@ -91,10 +92,9 @@ def gradient_rollout(
     The heads are fused to mean(relu(∇A ⊙ A)), with rows scaled to sum to 1. This is the weighting
     of arXiv 2012.09838, with attention in place of relevance.
     """
-    row = _start_row(weights[0], readout, num_prefix_tokens)
-    for layer in zip(reversed(weights), reversed(gradients), strict=True):
-        row = _through_layer(row, _row_stochastic(_support(*layer)))
-    return row[:, 0, num_prefix_tokens:]
+    pairs = zip(weights, gradients, strict=True)
+    products = [layer.detach().float() * gradient.float() for layer, gradient in pairs]
+    return attention_rollout(products, readout=readout, num_prefix_tokens=num_prefix_tokens)
 
 
 def class_relevance(
@@ -139,11 +139,6 @@ def attention_gradients(
     chosen = logits.gather(1, target[:, None]).sum()
     free = [layer if layer.requires_grad else layer.detach().requires_grad_() for layer in weights]
     return torch.autograd.grad(chosen, free, retain_graph=keep_graph, materialize_grads=True)
-
-
-def _through_layer(row: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply a row by 0.5 A + 0.5 I: half attention, half residual connection."""
-    return 0.5 * (row @ matrix) + 0.5 * row
 
 
 def _support(layer: Tensor, gradient: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from vit.classifier import Classifier
 from vit.explain.features import coordinates, fit_frames
 from vit.explain.kinds import ALL_KINDS
 from vit.explain.rollout import attention_rollout
-from vit.reporting.attention_records import add_summary, image_records
+from vit.reporting.attention_records import image_records
 from vit.reporting.live import add_live
+from vit.run.tracker import add_summary
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import Map
 

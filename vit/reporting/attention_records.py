@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.colours import as_pixels
@@ -232,8 +230,3 @@ def image_records(
         numbers = None if features is None else features[row].numpy()
         records.append(Record(details=details, weights=kept, features=numbers))
     return records
-
-
-def add_summary(writer: SummaryWriter, summary: Summary, step: int) -> None:
-    """Write a summary that is complete with its tags, such as that of a record, at a step."""
-    writer._get_file_writer().add_summary(summary, step)

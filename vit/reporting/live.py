@@ -33,8 +33,8 @@ from vit.classifier import Classifier
 from vit.console import shorten, warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
-from vit.reporting.attention_records import add_summary
 from vit.reporting.export_formats import to_onnx, trace
+from vit.run.tracker import add_summary
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
 

@@ -44,6 +44,11 @@ def event_writer(folder: Path, **how: Any) -> SummaryWriter:
     return SummaryWriter(str(folder), filename_suffix=f".{secrets.token_hex(8)}", **how)
 
 
+def add_summary(writer: SummaryWriter, summary: Summary, step: int) -> None:
+    """Write a summary that is complete with its tags, such as that of a record, at a step."""
+    writer._get_file_writer().add_summary(summary, step)
+
+
 class Tracker:
     """Logs scalars, pictures, text and other summaries of one run.
 
@@ -85,7 +90,7 @@ class Tracker:
             image = Summary.Image(height=height, width=width, colorspace=channels)
             image.encoded_image_string = file.getvalue()
             summary = Summary(value=[Summary.Value(tag=picture_tag(tag), image=image)])
-        self._show(lambda writer: writer._get_file_writer().add_summary(summary, step))
+        self._show(lambda writer: add_summary(writer, summary, step))
 
     def text(self, tag: str, text: str) -> None:
         """Log a text in Markdown."""
