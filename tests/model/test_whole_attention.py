@@ -18,7 +18,8 @@ from vit.commands.train import train
 from vit.explain.interventions import Interventions, gates_of, with_gates
 from vit.model import variants
 from vit.model.config import ModelConfig
-from vit.model.whole_attention import WholeAttention, build_attention, is_whole
+from vit.model.vit import VisionTransformer
+from vit.model.whole_attention import WholeAttention, is_whole
 from vit.pretrained.load import load
 from vit.reporting.live import graph_of
 from vit.run.checkpoint import checkpoint_paths
@@ -323,12 +324,18 @@ def test_modules_that_extend_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"qk_norm": True}, {"qkv_bias": False}, {"attn_drop": 0.1}, {"head_dim": 7}]
+    "setting",
+    [{"qk_norm": True}, {"qkv_bias": False}, {"attn_drop_rate": 0.1}, {"head_dim": 7}],
 )
-def test_settings_that_a_module_does_not_take_are_refused(setting: dict[str, Any]) -> None:
-    (key,) = setting
-    with pytest.raises(ValueError, match=f"^{key}: .* with Plain, a whole module that does not"):
-        build_attention(Plain, D, 3, grid=GRID, **setting)
+def test_settings_that_a_module_does_not_take_are_refused(
+    setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key,), words = setting, "with Plain, a whole module that does not take it"
+    with pytest.raises(ValueError, match=f"^{key}: .* {words}"):
+        VisionTransformer(img_size=8, in_chans=3, num_classes=2, attention=Plain, **setting)
+    monkeypatch.setitem(variants.ATTENTION, "mine", Plain)
+    with pytest.raises(ValueError, match=f"^model.{key}: .* {words}"):
+        variants.check_attention(ModelConfig(attention="mine", **setting), GRID)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,11 @@ from vit.model.whole_attention import (
     WholeAttention,
     is_required,
     is_whole,
+    refuse_options,
     what_is_lost,
 )
 from vit.seeding import generator
-from vit.settings import check, suggest
+from vit.settings import suggest
 
 Dropout = Callable[[Tensor], Tensor]
 
@@ -226,8 +227,8 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
     name, heads, dim = model.attention, model.num_heads, model.embed_dim
     head_dim, variant = model.head_dim or dim // heads, cast(Any, attention_of(name))
     whole, draw = is_whole(variant), generator(0, "attention")
-    allowed = f"none with {name}, a whole module, which has positions of its own or none"
-    check(model, "rel_pos", model.rel_pos == "none" or not whole, allowed)
+    if whole:
+        refuse_options(variant, vars(model), "model.")
     place, tokens = {"grid": grid, "num_prefix_tokens": prefix}, prefix + math.prod(grid)
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs: Any = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]

@@ -25,6 +25,7 @@ from vit.model.attention import (
     masked_softmax,
 )
 from vit.model.positions import Grid
+from vit.settings import require
 
 # What constructors call their arguments.
 WIDTHS = (
@@ -41,6 +42,13 @@ DROPOUTS = (
 LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
 CONFIGS = ("config", "cfg", "args")  # an object with all of these
 MASKS = ("mask", "attn_mask", "attention_mask")
+# Fields of `ModelConfig`, their defaults, and what constructors call them if they take them; rates
+# of dropout have other names in `MultiHeadSelfAttention`.
+OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "rel_pos": ("none", ()), "qk_norm": (False, ()), "qkv_bias": (True, ()),
+    "proj_drop_rate": (0.0, ()), "attn_drop_rate": (0.0, DROPOUTS), "head_dim": (None, HEAD_WIDTHS),
+}  # fmt: skip
+RATES = {"attn_drop": "attn_drop_rate", "proj_drop": "proj_drop_rate"}
 SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
 
 
@@ -69,16 +77,17 @@ def build_attention(
     """
     if not is_whole(attention):
         return MultiHeadSelfAttention(dim, num_heads, attention=attention, **options)
-    names = {*inspect.signature(attention).parameters}
-    for key, usual, taken_by in (
-        ("rel_pos", "none", ()), ("qk_norm", False, ()), ("qkv_bias", True, ()),
-        ("proj_drop", 0.0, ()), ("attn_drop", 0.0, DROPOUTS), ("head_dim", None, HEAD_WIDTHS),
-    ):  # fmt: skip
-        value = options.get(key, usual)
-        if value != usual and names.isdisjoint(taken_by and taken_by + CONFIGS):
-            allowed = f"{usual} with {attention.__name__}, a whole module that does not take it"
-            raise ValueError(f"{key}: {value} is not allowed; it must be {allowed}")
+    refuse_options(attention, {RATES.get(key, key): value for key, value in options.items()})
     return WholeAttention(attention, dim, num_heads, **accepted_arguments(WholeAttention, options))
+
+
+def refuse_options(attention: type, options: dict[str, Any], group: str = "") -> None:
+    """Raise a ValueError if fields of `ModelConfig` would have no effect on a whole module."""
+    names = {*inspect.signature(attention).parameters}
+    for key, (usual, arguments) in OPTIONS.items():
+        value, taken = options.get(key, usual), arguments and arguments + CONFIGS
+        allowed = f"{usual} with {attention.__name__}, a whole module that does not take it"
+        require(value == usual or not names.isdisjoint(taken), f"{group}{key}", value, allowed)
 
 
 def stores_results(model: nn.Module) -> bool:
