@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from scipy import stats
 from scipy.stats import betabinom, binom
 from sklearn.datasets import make_classification
 from sklearn.linear_model import LogisticRegression
@@ -252,7 +253,7 @@ def test_table_counts_coverage_and_classes() -> None:
     for rows, found in zip((slice(None), labels == 3), measured["lac"][::4], strict=False):
         assert found["coverage"] == pytest.approx(hits[rows].mean())
         assert found["size"] == pytest.approx(sizes[rows].mean())
-        half = 1.96 * sizes[rows].std(ddof=1) / len(sizes[rows]) ** 0.5
+        half = stats.t.ppf(0.975, len(sizes[rows]) - 1) * stats.sem(sizes[rows])
         assert found["size_95"] == pytest.approx((found["size"] - half, found["size"] + half), 1e-3)
     assert [row["class"] for row in measured["lac"]] == ["all", *classifier.classes[:9]]
     lines = sets_table(measured, 0.9).splitlines()

@@ -29,8 +29,8 @@ from vit.model.definitions import SUFFIXES
 from vit.model.variants import attention_code, find_attention
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
-    FOLDER_PATTERN,
     FOREIGN,
+    STEP_PATTERN,
     Checkpoint,
     checkpoint_paths,
     read_checkpoint,
@@ -203,7 +203,7 @@ def _find_model(path: Path) -> Path:
             f"transformers (with config.json), or a bundled model: {', '.join(bundled)}"
             f"{suggest(path.name, names)}"
         )
-    if path.is_dir() and not path.match(FOLDER_PATTERN):
+    if path.is_dir() and not path.match(STEP_PATTERN):
         if (path / MODEL_FILE).exists():
             return path / MODEL_FILE
         checkpoints = checkpoint_paths(path)

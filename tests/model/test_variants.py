@@ -237,7 +237,7 @@ def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, m
 
     del variants.ATTENTION["mine.py:cube"]
     file.write_text("raise SystemExit('this must not run')")
-    message = "attention: mine.py:cube is not known here; .* supplied with --model.attention or"
+    message = "attention: mine.py:cube is not loaded; name the file with --model.attention FOLDER/"
     with pytest.raises(ValueError, match=message):
         load(run)
 
@@ -253,8 +253,8 @@ def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, m
         load(path)
         assert "mine.py:cube attention has changed" in capsys.readouterr().err
     (run / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"another config \(attention_code: "):
-        train(small_run(run, "code/mine.py:cube"))
+    with pytest.raises(ValueError, match=r"\(the code of code/mine.py:cube has changed\)"):
+        train(small_run(run, "code/mine.py:cube"), allow_changes=True)
 
 
 @pytest.mark.slow
@@ -302,7 +302,11 @@ def test_only_a_file_that_the_caller_names_is_executed(tmp_path, registry, monke
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mine.py:cubes", "mine.py defines no function or class 'cubes'"),
+        (
+            "mine.py:cubes",
+            "mine.py has no function or class 'cubes'; it defines cube; did you mean",
+        ),
+        ("mine.py", "mine.py has no function or class ''; it defines cube"),
         ("broken.py:cube", r"broken.py, line 2: invalid syntax"),
         ("cosin", "cosin is not known here; it must be one of dot, .*; did you mean cosine[?]$"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from small_runs import small
+from vit.commands.check import check
 from vit.commands.config import ExportConfig
 from vit.commands.export import write_exports
 from vit.commands.train import train
@@ -294,7 +296,7 @@ class Late(Plain):
 
 @pytest.mark.parametrize(
     ("module", "words"),
-    [(Forgotten, "lacks tensors of its own: make them"), (Late, "lacks parameters that its cons")],
+    [(Forgotten, "tensors that are neither parameters"), (Late, "it makes parameters outside of")],
 )
 def test_what_a_model_file_would_not_store_is_refused(
     module: type, words: str, monkeypatch: pytest.MonkeyPatch
@@ -543,3 +545,40 @@ def test_masks_have_the_shape_that_the_module_takes(shape: tuple[int, ...]) -> N
     _, weights = placed(tokens(), mask, need_weights=True)
     allowed = mask.unsqueeze(1) if mask.ndim == 3 else mask
     assert weights.masked_fill(allowed.expand(B, 3, N, N), 0).abs().max() < 1e-6
+
+
+class Repeated(nn.Module):
+    """A list that repeats one head."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(dim, 3 * dim // num_heads)] * num_heads)
+
+    forward = ByHead.forward
+
+
+class Backwards(Plain):
+    """Of which the first token sees only itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+def test_heads_that_share_all_layers_are_found() -> None:
+    rows = {row.property: row for row in check(Repeated)}
+    assert rows["heads are independent"].result == "failed"
+    rows = {row.property: row for row in check(ByHead)}
+    assert rows["heads are independent"].result == "passed"
+
+
+def test_a_class_token_that_sees_no_patch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(variants.ATTENTION, "mine", Backwards)
+    model = ModelConfig(attention="mine", num_heads=2, embed_dim=D)
+    with pytest.raises(ValueError, match=r"class token sees only itself, .* --model\.class_token"):
+        variants.check_attention(model, GRID, 1)
+    variants.check_attention(replace(model, class_token=False, global_pool="avg"), GRID)

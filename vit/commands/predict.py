@@ -1,6 +1,7 @@
 """`eval.py RUN predict`: a table of predictions for any number of image files."""
 
 import contextlib
+import csv
 import itertools
 import time
 import zlib
@@ -23,6 +24,7 @@ from vit.reporting.loading import load_run, require_replaceable, results_folder,
 from vit.reporting.tables import TOP, columns_of
 from vit.run.folder import PHOTOS_FILE
 
+SHOWN = 10  # files whose classes are printed, too
 COLUMNS = "file,class,probability,class_1,"  # the first of a table
 
 
@@ -63,6 +65,11 @@ def run(name: str, options: PredictConfig) -> Path:
     speed = count / (time.perf_counter() - start)
     place = part if stop.signal else part.replace(table)
     wrote = f"; wrote {printable(place)}" if count else ""
+    if 0 < count <= SHOWN:
+        with place.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                name, best = printable(row["file"]), printable(row["class"])
+                say(f"{name}: {best} ({float(row['probability']):.1%})")
     say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s{wrote}")
     if stop.signal:
         raise KeyboardInterrupt

@@ -22,14 +22,13 @@ from vit.reporting.loading import (
     load_split,
     load_test,
     require_loaded,
-    require_own,
     require_packages,
     results_folder,
 )
-from vit.reporting.report import write_part, write_report
+from vit.reporting.report import require_own_report, write_part, write_report
 from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
-from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
+from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE
 from vit.settings import require
 
 
@@ -64,8 +63,7 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
     # What cannot work is refused before minutes of classifying.
     root, batch_size, seed = options.data.root, options.batch_size, options.seed
     folder = results_folder(saved, options.out, root=root)
-    keys = {"accuracy", "confusion_matrix", "ece"}
-    require_own(folder, REPORT_FILE, keys, (REPORT_FILE, *REPORT_FILES), "a report")
+    require_own_report(folder)
     test, (data, own) = load_test(saved, root), data_of(saved, root)
     unfamiliar = None
     if options.unfamiliar:

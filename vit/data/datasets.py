@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vit.console import note, warn
@@ -67,7 +68,8 @@ def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
     """Leave out the images that cannot be read, and say which they are."""
     if not unreadable:
         return images
-    names = join([images.name(index) for index in unreadable])
+    listed = [images.name(index) for index in unreadable]
+    names = f"{join(listed)}{_heic_hint(listed)}"
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
     note(f"skipped {count} that cannot be read: {names}")
     kept, _ = images.divide(torch.tensor(unreadable))
@@ -77,6 +79,14 @@ def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
             f"be read ({names}); replace them, or delete the class"
         )
     return kept
+
+
+def _heic_hint(names: Iterable[str]) -> str:
+    """Return what HEIC photos, of telephones, need, if there are any."""
+    if ".heic" in Image.registered_extensions():  # it is there
+        return ""
+    some = any(name.lower().endswith((".heic", ".heif")) for name in names)
+    return "; HEIC photos need a package: run pip install pillow-heif" if some else ""
 
 
 def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> ImageSet:
@@ -163,7 +173,8 @@ def _require_readable(sets: Sequence[ImageSet]) -> None:
             problems += [(images.name(index), text) for index, text in images.images.problems()]
     if problems:
         names, (first, *others) = zip(*problems, strict=True)
-        more = f"; {len(names):,} files cannot be read: {join(names)}" if others else ""
+        more = f"; {len(names):,} files cannot be read: {join(names)}{_heic_hint(names)}"
+        more = more if others else ""
         raise ValueError(f"{first}{more}; {UNREADABLE}")
 
 

@@ -39,7 +39,7 @@ def properties(attention: Attention) -> Iterator[Row]:
         return
     yield _images(subject, tokens)
     lost = what_is_lost(attention, D, heads, GRID)
-    yield judge("model files store all of it", bool(lost), f"they lack {lost}")
+    yield judge("model files store all of it", bool(lost), lost)
     seen = Watch.run(subject, tokens)
     yield (shapes := _shapes(subject, tokens, seen))
     if shapes.result == "failed":
@@ -170,6 +170,12 @@ def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
 def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that a part of a projection, the width of a head, changes the weights of one head."""
     what, heads, width = "heads are independent", subject.num_heads, D // subject.num_heads
+    first, *others = seen.weights.unbind(dim=1)
+    varies = bool((first[0] - first[1]).abs().max() > CLOSE)
+    if others and varies and all(torch.allclose(first, other, atol=CLOSE) for other in others):
+        advice = "heads share their layers: [Head()] * n repeats one head; write a comprehension, "
+        advice += "[Head() for _ in range(n)]"
+        return Row(what, "failed", "all heads have the same weights", advice)
     for number, output in enumerate(seen.projections):
         noise = torch.zeros_like(output)
         part = noise[..., :width]

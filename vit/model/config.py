@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vit import settings
 
@@ -14,6 +14,15 @@ TIMM = "timm:"  # before the name of a timm model
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
 # Positions that lose their meaning where attention splits or normalizes queries and keys.
 UNFIT = ("rope", "differential"), ("relative", "differential"), ("relative", "cosine")
+
+
+def _named(attention: Any) -> Any:
+    """Refuse a function or class, which a file of a run could not name."""
+    if callable(attention):
+        name = getattr(attention, "__name__", "NAME")
+        allowed = f"a file and {name}, such as attention.ipynb:{name}; save the file first"
+        settings.require(False, "model.attention", attention, allowed)
+    return attention
 
 
 @settings.group("model")
@@ -96,7 +105,7 @@ class ModelConfig:
     proj_drop_rate: settings.FractionBelow1 = 0.0
     drop_path_rate: settings.FractionBelow1 = 0.0
     rel_pos: Literal["none", "bias", "rope", "relative"] = "none"
-    attention: settings.PathName = "dot"
+    attention: Annotated[settings.PathName, BeforeValidator(_named)] = "dot"
 
     def __post_init__(self) -> None:
         if self.name == "vit":

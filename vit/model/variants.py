@@ -121,6 +121,11 @@ def find_attention(name: str) -> Attention | None:
     name = Path(name).name
     if name in WHOLE:
         return WHOLE[name]
+    if name not in ATTENTION and name.rpartition(":")[0].endswith(SUFFIXES):
+        raise ValueError(
+            f"model.attention: {name} is not loaded; name the file with --model.attention "
+            f"FOLDER/{name} or vit.load_attention; its folder may change, its name not"
+        )
     if name not in ATTENTION:
         raise ValueError(
             f"model.attention: {name} is not known here; it must be one of {', '.join(ATTENTION)},"
@@ -141,6 +146,8 @@ def load_attention(name: str) -> Attention | None:
         ValueError: There is no such attention, or the file cannot be read.
     """
     file, _, attribute = name.rpartition(":")
+    if name.endswith(SUFFIXES):  # without the name of a class
+        file, attribute = name, ""
     if not file.endswith(SUFFIXES):
         return find_attention(name)
     if not Path(file).is_file():
@@ -156,7 +163,10 @@ def load_attention(name: str) -> Attention | None:
         source = "".join(linecache.getlines(file))
         if re.search(rf"^# *(class|def) {attribute}\b", source, re.MULTILINE):
             why = "; it is in a cell that is not Python"
-        raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}{why}")
+        found = vars(definitions).items()
+        own = [key for key, x in found if getattr(x, "__module__", "") == definitions.__name__]
+        hint = why or f"; it defines {', '.join(own) or 'none'}{suggest(attribute, own)}"
+        raise ValueError(f"model.attention: {file} has no function or class {attribute!r}{hint}")
     ATTENTION[Path(name).name] = with_all_arguments(attention)
     return ATTENTION[Path(name).name]
 
@@ -255,9 +265,9 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         learns = [weights, inputs[0]] if varies else inputs[:1]
         if torch.autograd.grad(output.sum(), learns, allow_unused=True)[0] is None and varies:
             raise ValueError("an output that does not depend on the weights beside it")
-        if lost := what_is_lost(variant, dim, heads, grid, prefix, head_dim=model.head_dim):
-            raise ValueError(f"a model file that lacks {lost}")
     except Exception as error:
+        if str(error).startswith(("num_heads: ", "attention: the constructor")):  # our own
+            raise ValueError(f"model.{error}") from None
         what = "tokens" if whole else "queries, keys and values"
         weights_shape = [1, heads, tokens, tokens]
         raise ValueError(
@@ -265,8 +275,24 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
             f"({place_of(error, variant)}); for {what} of {[*shape]}, it must return the output, "
             f"{[*shape]}, and the attention weights that it is computed from, {weights_shape}{hint}"
         ) from error
+    _check_model(model, variant, grid, prefix, weights)
     if not varies and not hint:  # for smaller images, the note has been printed for the full size
         note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")
+
+
+def _check_model(
+    model: ModelConfig, variant: Any, grid: Grid, prefix: int, weights: Tensor
+) -> None:
+    """Check that a model file stores an attention, and that its model sees the image."""
+    name, sizes = model.attention, (model.embed_dim, model.num_heads, grid, prefix)
+    if lost := what_is_lost(variant, *sizes, head_dim=model.head_dim):
+        raise ValueError(f"model.attention: model files would not store all of {name}: {lost}")
+    if model.global_pool == "token" and not weights[0, :, 0, 1:].any():
+        raise ValueError(
+            f"model.attention: with {name}, the class token sees only itself, because it is the "
+            "first token, and all images get the same prediction; add --model.class_token false "
+            "--model.global_pool avg"
+        )
 
 
 def _check_order(module: WholeAttention, first: Tensor, second: Tensor) -> None:

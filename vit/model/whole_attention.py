@@ -105,7 +105,7 @@ def stores_results(model: nn.Module) -> bool:
 def what_is_lost(
     attention: Attention, dim: int, num_heads: int, grid: Grid, prefix: int = 0, **options: Any
 ) -> str:
-    """Say what an attention computes with that no model file stores; "" if there is nothing."""
+    """Say why a model file would not store all of an attention; "" if it does."""
     place: dict[str, Any] = {"grid": grid, "num_prefix_tokens": prefix, **options}
     trained, loaded = (build_attention(attention, dim, num_heads, **place).eval() for _ in range(2))
     tokens = torch.randn(1, prefix + math.prod(grid), dim)
@@ -115,10 +115,10 @@ def what_is_lost(
     try:
         loaded.load_state_dict(trained.state_dict())
     except RuntimeError:
-        return "parameters that its constructor does not make"
+        return "it makes parameters outside of its constructor"
     if torch.allclose(output, loaded(tokens), atol=1e-4, equal_nan=True):
         return ""
-    return "tensors of its own: make them parameters (nn.Parameter) or buffers (register_buffer)"
+    return "it has tensors that are neither parameters (nn.Parameter) nor buffers (register_buffer)"
 
 
 class WholeAttention(nn.Module):

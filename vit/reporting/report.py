@@ -20,6 +20,7 @@ from vit.explain.lrp import propagate
 from vit.files import require_file, write_json, write_picture, write_table
 from vit.model_file import weights_digest
 from vit.reporting.calibration import make_sets, measure_calibration, measure_sets, with_sets
+from vit.reporting.loading import require_own
 from vit.reporting.tables import TOP, StoredParts, columns_of
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import event_writer, picture_tag
@@ -177,3 +178,9 @@ def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: 
     maps = [propagate(model, inputs, target)[1].sum(dim=1) for target in targets]
     relevance = torch.stack(maps, dim=1)
     return relevance / relevance[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
+
+
+def require_own_report(folder: Path) -> None:
+    """Raise ValueError if a report would replace files that are not of an earlier one."""
+    keys = {"accuracy", "confusion_matrix", "ece"}
+    require_own(folder, REPORT_FILE, keys, (REPORT_FILE, *REPORT_FILES), "a report")

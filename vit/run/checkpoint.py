@@ -38,7 +38,7 @@ from vit.settings import (
 )
 
 CHECKPOINT_FOLDER = "checkpoints"
-FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders
+STEP_PATTERN = "step_[0-9]*"  # of the names of checkpoints; those that are files end with .pt
 FOREIGN = "; to fine-tune the weights of a ViT, use train.py --model.pretrained FILE"
 KEEP = 2  # checkpoints; the older one is used if the newer cannot be read
 RETIRED = ("processes", "device", "precision")  # fields of version 0.1
@@ -161,7 +161,8 @@ def checkpoint_steps(run: Path) -> list[int]:
 def checkpoint_paths(run: Path) -> list[Path]:
     """List a run's checkpoints, files and folders, oldest first."""
     folder = run / CHECKPOINT_FOLDER
-    paths = [*folder.glob(f"{FOLDER_PATTERN}.pt"), *folder.glob(FOLDER_PATTERN)]
+    named = [path for path in folder.glob(STEP_PATTERN) if path.suffix in ("", ".pt")]
+    paths = [path for path in named if path.stem.removeprefix("step_").isdecimal()]
     return sorted(paths, key=lambda path: path.stem)
 
 

@@ -17,7 +17,7 @@ from vit.explain.kinds import ALL_KINDS
 from vit.files import inside, require_file, write_atomically, write_table
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
-    FOLDER_PATTERN,
+    STEP_PATTERN,
     Checkpoint,
     checkpoint_paths,
     latest_checkpoint,
@@ -70,7 +70,7 @@ _RESULTS = (
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
     *(METRICS_FILE, SPLIT_FILE, MODEL_FILE, "events.out.tfevents.*"),
-    *(f"{CHECKPOINT_FOLDER}/{name}" for name in (f"{FOLDER_PATTERN}.pt", FOLDER_PATTERN, ".*.tmp")),
+    *(f"{CHECKPOINT_FOLDER}/{name}" for name in (STEP_PATTERN, ".*.tmp")),
     *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
@@ -81,8 +81,8 @@ _WRITTEN = (
 )  # the config is replaced: without one, a folder is no run
 # Settings that must not change when a run is resumed.
 FIXED = (
-    *("data.", "model.", "optim.name:", "optim.layer_decay:", "train.batch_size:"),
-    *("train.budget_minutes:", "train.freeze:", "train.seed:"),
+    *("data.", "model.", "attention_code:", "optim.name:", "optim.layer_decay:"),
+    *("train.batch_size:", "train.budget_minutes:", "train.freeze:", "train.seed:"),
 )
 
 
@@ -158,9 +158,10 @@ def lasting(values: dict[str, Any]) -> dict[str, Any]:
     """Drop what may differ when a run is resumed: folders, how files are read, and processes."""
     free = ("root", "download", "memory_gb", "workers")
     data = {key: value for key, value in values["data"].items() if key not in free}
+    model = {**values["model"], "attention": Path(values["model"]["attention"]).name}
     # The number of processes is compared as a part of the environment, which has torchrun's too.
     train = {key: value for key, value in values["train"].items() if key != "processes"}
-    return {**values, "data": data, "train": train, "out": None}
+    return {**values, "data": data, "model": model, "train": train, "out": None}
 
 
 def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
@@ -268,6 +269,8 @@ def check_run(
     changes = changed_keys(before, {**lasting(values), **environment})
     fixed = any(change.startswith(FIXED) for change in changes)
     if changes and (fixed or not allow_changes):
+        name = f"the code of {config.model.attention}"
+        changes = [f"{name} has changed" if c[:15] == "attention_code:" else c for c in changes]
         kind, allowed = "another config", " or with the new ones by --resume.allow_changes,"
         if fixed:
             kind, allowed = "other data or another model, seed, optimizer, batch size or budget", ""

@@ -78,8 +78,10 @@ class TrainState:
         """Restore what `state_dict` returned; settings of the optimizers stay as configured."""
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
-            groups = optimizer.state_dict()["param_groups"]  # `set_lr` comes before each step
-            optimizer.load_state_dict({**values, "param_groups": groups})
+            configured = [dict(group) for group in optimizer.param_groups]
+            optimizer.load_state_dict(values)
+            for group, settings in zip(optimizer.param_groups, configured, strict=True):
+                group.update(settings, lr=group["lr"])
             for parameter, stored in optimizer.state.items():
                 if any(v.numel() not in (1, parameter.numel()) for v in stored.values()):
                     raise ValueError("the state of an optimizer has other shapes than its weights")
