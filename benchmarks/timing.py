@@ -15,24 +15,12 @@ SPREAD = 1.5  # highest ratio of the rounds divided by the lowest, above which t
 
 @dataclass(frozen=True)
 class Timing:
-    """The timing of one function.
+    """The timing of one function."""
 
-    Attributes:
-        seconds: Median duration.
-        ratio: Median over the rounds of its speed divided by that of the first function.
-        low: Lowest ratio of any round.
-        high: Highest ratio of any round.
-    """
-
-    seconds: float
-    ratio: float
-    low: float
-    high: float
-
-    @property
-    def spread(self) -> float:
-        """Highest ratio divided by the lowest; 1 if all rounds agree."""
-        return self.high / self.low
+    seconds: float  # median duration
+    ratio: float  # median over the rounds of its speed divided by that of the first function
+    low: float  # lowest ratio of any round
+    high: float  # highest ratio of any round
 
     def speed(self, scale: float = 1.0) -> str:
         """Return its speed over the first function's, as in "1.03 x  (0.97 to 1.09)".
@@ -52,9 +40,10 @@ class Timing:
         return self._verdict(f"{1 / self.ratio:.1%}  ({1 / self.high:.1%} to {1 / self.low:.1%})")
 
     def _verdict(self, text: str) -> str:
-        if self.spread <= SPREAD:
+        spread = self.high / self.low
+        if spread <= SPREAD:
             return text
-        return f"no verdict: the machine is busy, rounds differ by {self.spread:.1f} x; run again"
+        return f"no verdict: the machine is busy, rounds differ by {spread:.1f} x; run again"
 
 
 Clock = Callable[[], float]  # time.process_time hardly depends on other load, with one thread

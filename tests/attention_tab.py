@@ -142,7 +142,7 @@ def make_live(graph: bytes = b"graph", note: str = "", **changes: Any) -> Live:
     spec: dict[str, Any] = {
         "channels": 3, "image_size": (16, 28), "grid": (4, 7), "prefix": 3, "layers": 3, "heads": 2,
         "classes": CLASSES, "floats": 5, "mean": [0.5] * 3, "std": [0.25] * 3,
-        "interpolation": "bicubic", "fit": "crop", "crop_pct": 0.875, "planned": 10, "left_out": 8,
+        "interpolation": "bicubic", "fit": "crop", "crop_pct": 0.875,
     }  # fmt: skip
     return Live(spec=LiveSpec(**spec | changes), note=note, graph=graph)
 

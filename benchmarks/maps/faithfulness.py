@@ -37,17 +37,15 @@ def measure(
     Raises:
         ValueError: The test images cannot be read, or the model has no attention maps.
     """
-    test, classifier = load_test(saved), saved
+    test = load_test(saved)
     chosen = balanced_subset(test.labels, min(count, len(test)), seed, "eval.faithfulness")
     images = test.select(chosen).in_memory()
     print(f"{saved.describe()}, {len(images):,} {saved.config.data.name} test images", flush=True)
-    pixels, inputs = images.pixels(), classifier.normalize(images.pixels())
-    logits, maps = classifier.maps(pixels, kinds, None, classifier.precision, BATCH)
+    pixels, inputs = images.pixels(), saved.normalize(images.pixels())
+    logits, maps = saved.maps(pixels, kinds, None, saved.precision, BATCH)
     target = logits.argmax(dim=1)
     return {
-        name: score_maps(
-            classifier, images, maps, target, BATCH, seed, make_filling(name, inputs, seed)
-        )
+        name: score_maps(saved, images, maps, target, BATCH, seed, make_filling(name, inputs, seed))
         for name in fillings
     }
 

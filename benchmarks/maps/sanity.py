@@ -70,17 +70,11 @@ Columns = dict[str, Rows]
 
 @dataclass(frozen=True)
 class Question:
-    """What the maps are to explain.
+    """What the maps are to explain."""
 
-    Attributes:
-        inputs: B normalized test images (B, channels, H, W).
-        target: (B,) int64, the class of each that all models are asked about.
-        kinds: Kinds of map.
-    """
-
-    inputs: Tensor
-    target: Tensor
-    kinds: Sequence[str]
+    inputs: Tensor  # B normalized test images (B, channels, H, W)
+    target: Tensor  # (B,) int64, the class of each that all models are asked about
+    kinds: Sequence[str]  # of map
 
     def ask(self, model: nn.Module, shift: float = 0.0) -> Maps:
         """Return a model's maps of the shifted inputs; of signed kinds also without their signs."""
@@ -121,10 +115,10 @@ def untrained_weights(saved: SavedModel, seed: int) -> dict[str, Tensor]:
 
     No layer is zero, as the recipes have it: maps of blocks that do nothing would be empty.
     """
-    classifier, config = saved, saved.config.model
+    config = saved.config.model
     torch.manual_seed(fold_in(seed, "untrained"))
     config = dataclasses.replace(config, zero_init=False) if config.name == "vit" else config
-    return build_model(config, classifier.preprocess, len(classifier.classes)).state_dict()
+    return build_model(config, saved.preprocess, len(saved.classes)).state_dict()
 
 
 def random_weights(
@@ -251,11 +245,11 @@ def main() -> None:
     given = parser.parse_args()
     saved = load_model(given.run)
     another = load_model(given.other).model if given.other else None
-    test, classifier = load_test(saved), saved
+    test = load_test(saved)
     test = test.select(balanced_subset(test.labels, given.images, 0, "sanity")).in_memory()
-    target = classifier.logits(test.pixels()).argmax(dim=1)
-    question = Question(classifier.normalize(test.pixels()), target, given.kinds)
-    maps = question.ask(classifier.model)
+    target = saved.logits(test.pixels()).argmax(dim=1)
+    question = Question(saved.normalize(test.pixels()), target, given.kinds)
+    maps = question.ask(saved.model)
     other = {TRAINED_CHANCE: correlations(maps, of_next_image(maps))}
     print(f"{saved.describe()}, {len(test)} test images, maps in float32")
 
@@ -271,7 +265,7 @@ def main() -> None:
     failing = related(columns, "random labels", "random labels, other image")
     print(f"fail with random labels: {failing}")
     try:
-        show("shifted inputs", shifted_inputs(classifier.model, question, maps))
+        show("shifted inputs", shifted_inputs(saved.model, question, maps))
     except ValueError as error:
         print(f"no shifted inputs: {error}")
 

@@ -15,17 +15,17 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from benchmarks.scale.trial import REPOSITORY
 from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.run.checkpoint import latest_checkpoint
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.messages import clock
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURE = REPOSITORY / "docs/images/accuracy_by_time.png"
 SERIES = {"": "convolutional stem", "plain": "plain ViT"}
 ROWS = {  # flags by time and series
@@ -41,23 +41,14 @@ FLIPPED = "eval_flipped"  # folder in that of a run
 PUBLISHED = (30, 80)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a finished run has reached.
+class Run(NamedTuple):
+    """What a finished run has reached."""
 
-    Attributes:
-        seconds: Training time, with evaluation and logging.
-        epochs: Passes over the training images.
-        speed: Training images per second.
-        accuracy: Of the test images, in percent.
-        flipped: The same if the logits of each image and its mirror image are averaged.
-    """
-
-    seconds: float
-    epochs: float
-    speed: float
-    accuracy: float
-    flipped: float
+    seconds: float  # training time, with evaluation and logging
+    epochs: float  # passes over the training images
+    speed: float  # training images per second
+    accuracy: float  # of the test images, in percent
+    flipped: float  # the same if the logits of each image and its mirror image are averaged
 
 
 def train(flags: list[str], seed: int, out: Path, root: str) -> None:

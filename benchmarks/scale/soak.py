@@ -96,10 +96,10 @@ def start(config: Config, log: Path) -> BaseProcess:
     return process
 
 
-def wait(process: BaseProcess, done: Callable[[], bool], seconds: float) -> None:
-    """Wait until `done` returns True, the time is up, or the process has ended by itself."""
+def wait(is_alive: Callable[[], bool], done: Callable[[], bool], seconds: float) -> None:
+    """Wait until `done` returns True, the time is up, or the run has ended by itself."""
     end = time.monotonic() + seconds
-    while process.is_alive() and not done() and time.monotonic() < end:
+    while is_alive() and not done() and time.monotonic() < end:
         time.sleep(0.0005)
 
 
@@ -124,15 +124,16 @@ def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Ran
         resumed += before > 0
         process = start(config, log)
         if number >= kills - at_the_end:
-            wait(process, partial(has_reached, run, last_step), DEADLINE)
+            wait(process.is_alive, partial(has_reached, run, last_step), DEADLINE)
             time.sleep(draw.uniform(0, LONGEST_LIFE / 2))
         elif number % 3 == 0:
             enough = before + EPOCH * draw.randrange(MOST_EPOCHS)
-            wait(process, partial(has_reached, run, enough), DEADLINE)
-            wait(process, partial(half_written, run), DEADLINE)
+            wait(process.is_alive, partial(has_reached, run, enough), DEADLINE)
+            wait(process.is_alive, partial(half_written, run), DEADLINE)
         else:
             most = before + EPOCH * MOST_EPOCHS
-            wait(process, partial(has_reached, run, most), draw.uniform(0, LONGEST_LIFE))
+            longest = draw.uniform(0, LONGEST_LIFE)
+            wait(process.is_alive, partial(has_reached, run, most), longest)
         process.kill()
         process.join()
         if process.exitcode != -signal.SIGKILL:
@@ -219,19 +220,6 @@ def workers(torchrun: subprocess.Popen[bytes]) -> list[int]:
     return []
 
 
-def wait_for(torchrun: subprocess.Popen[bytes], done: Callable[[], bool], seconds: float) -> None:
-    """Wait until `done` returns True or the time is up.
-
-    Raises:
-        RuntimeError: torchrun has ended.
-    """
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        if torchrun.poll() is not None:
-            raise RuntimeError("the run ended by itself")
-        time.sleep(0.001)
-
-
 def kill_one_life(
     torchrun: subprocess.Popen[bytes],
     run: Path,
@@ -252,14 +240,20 @@ def kill_one_life(
         when_saving: Whether to wait for a checkpoint that is being written.
         everyone: Whether to kill all processes.
     """
-    wait_for(torchrun, lambda: len({*workers(torchrun)} - earlier) == processes, DEADLINE)
+
+    def is_alive() -> bool:
+        return torchrun.poll() is None
+
+    wait(is_alive, lambda: len({*workers(torchrun)} - earlier) == processes, DEADLINE)
     before = max(checkpoint_steps(run), default=0)
     if when_saving:
-        wait_for(torchrun, partial(has_reached, run, before + EPOCH), DEADLINE)
-        wait_for(torchrun, lambda: half_written(run), DEADLINE)
+        wait(is_alive, partial(has_reached, run, before + EPOCH), DEADLINE)
+        wait(is_alive, partial(half_written, run), DEADLINE)
     else:
         longest = draw.uniform(0, LONGEST_LIFE_OF_TORCHRUN)
-        wait_for(torchrun, partial(has_reached, run, before + EPOCH * MOST_EPOCHS), longest)
+        wait(is_alive, partial(has_reached, run, before + EPOCH * MOST_EPOCHS), longest)
+    if not is_alive():
+        raise RuntimeError("the run ended by itself")
     found = sorted({*workers(torchrun)} - earlier)
     for victim in found if everyone else [draw.choice(found)]:
         os.kill(victim, signal.SIGKILL)

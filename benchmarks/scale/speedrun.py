@@ -107,9 +107,8 @@ def run(given: argparse.Namespace, flags: list[str]) -> None:
         raise ValueError(f"--seeds: a record has at least {FEWEST}")
     if path.exists():
         raise ValueError(f"{path} is a record, and never changes; choose another name")
-    about = given.kind, given.minutes
     runs = [
-        train(flags, *about, seed, out, given.root)
+        train(flags, given.kind, given.minutes, seed, out, given.root)
         for seed, out in zip(given.seeds, outs, strict=True)
     ]
     config = None
@@ -139,9 +138,8 @@ def verify(given: argparse.Namespace) -> None:
     flags = [] if record["config"] is None else ["--config", str(config)]
     for seed in given.seeds:
         out = given.runs / f"{given.name}_verify_{seed}"
-        accuracy = train(flags, record["class"], record["minutes"], seed, out, given.root)[
-            "accuracy"
-        ]
+        again = train(flags, record["class"], record["minutes"], seed, out, given.root)
+        accuracy = again["accuracy"]
         print(f"seed {seed}: {accuracy:.2%}, record {mean:.2%}, at least {lowest:.2%} expected")
         if accuracy < lowest:
             raise ValueError(f"{given.name}: {accuracy:.2%} is below {lowest:.2%}")

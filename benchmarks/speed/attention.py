@@ -145,10 +145,8 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
     step_seconds = [
         sum(part * seconds[f"{at}"][turn] for at, part in phases.items()) for turn in range(rounds)
     ]
-    at_milestones, points = (
-        len(Milestones(Length(steps), config.track.milestones)),
-        steps // config.track.every,
-    )
+    at_milestones = len(Milestones(Length(steps), config.track.milestones))
+    points = steps // config.track.every
     parts = {
         "training": [steps * one for one in step_seconds],
         f"{at_milestones} milestones of attention": [

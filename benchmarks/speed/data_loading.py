@@ -23,7 +23,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import active_children, get_context, set_start_method
+from multiprocessing import active_children, set_start_method
 from pathlib import Path
 from typing import cast
 
@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from benchmarks.memory import in_new_process, memory
 from benchmarks.tables import spread
 from benchmarks.timing import take_turns
 from vit.data.config import DataConfig, DataName
@@ -104,12 +105,6 @@ def open_files(root: Path, workers: int, name: DataName = "folder") -> tuple[Ima
     return dataclasses.replace(images, images=files), files
 
 
-def peak_memory(pid: int | str) -> float:
-    """Return the largest memory that a process has occupied so far, in MB; shared parts count."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1000
-
-
 def measure_memory(root: Path, workers: int, batches: int) -> None:
     """Print what it costs to list, check and stream a folder; runs in a process of its own."""
     set_start_method(None, force=True)  # of the workers: the system's default, not spawn
@@ -122,9 +117,9 @@ def measure_memory(root: Path, workers: int, batches: int) -> None:
     workers_peak = 0.0
     for epoch in range(max(1, batches * BATCH // len(images))):
         for _ in stream_epoch(images, epoch):
-            peaks = [peak_memory(child.pid or 0) for child in active_children()]
+            peaks = [memory("VmHWM", child.pid or 0) for child in active_children()]
             workers_peak = max(workers_peak, *peaks)
-    own = peak_memory("self")
+    own = memory("VmHWM")
     print(
         f"{len(images):>8,}{listed:>9.2f} s{checked:>9.1f} s{1000 * checked / len(images):>9.2f} ms"
         f"{own:>10,.0f} MB{workers_peak:>10,.0f} MB",
@@ -226,14 +221,8 @@ def main() -> None:
             "workers: peak memory\n"
             "  images    listing   checking  per image          main    a worker"
         )
-        for root in roots.values():  # started anew, so that none inherits another's peak
-            process = get_context("spawn").Process(
-                target=measure_memory, args=(root, workers, batches)
-            )
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise SystemExit(process.exitcode)
+        for root in roots.values():
+            in_new_process(measure_memory, root, workers, batches)
         measure_speed(roots[counts[0]], workers, rounds)
 
 

@@ -36,6 +36,7 @@ from benchmarks.speed.train_step import (
     profile,
     repeat_step,
     repeated,
+    timm_of_size,
     training,
 )
 from benchmarks.timing import take_turns, timed
@@ -43,7 +44,6 @@ from vit.cli import parse_train
 from vit.config import Config
 from vit.data.config import DATASETS
 from vit.hardware import choose_device, describe
-from vit.model.config import PATCH_SIZE
 
 CONFIGS = ("configs/cifar10.yaml", "configs/cifar10_fast.yaml", "configs/cifar10_paper.yaml")
 
@@ -118,13 +118,7 @@ def timm_step(
     config: Config, device: torch.device, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> Callable[[], None]:
     """Return a training step of timm's model of the same size as a config's."""
-    from timm.models.vision_transformer import VisionTransformer as TimmViT
-
-    sizes = config.model
-    model: torch.nn.Module = TimmViT(
-        SIZE, sizes.patch_size or PATCH_SIZE, num_classes=CLASSES, embed_dim=sizes.embed_dim,
-        depth=sizes.depth, num_heads=sizes.num_heads, mlp_ratio=sizes.mlp_ratio,
-    ).to(device)  # fmt: skip
+    model = timm_of_size(config.model).to(device)
     if config.train.compile:
         model.compile()
     return training(model, batches, torch.bfloat16)

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.speed.train_step import timm_of_size
 from benchmarks.timing import take_turns
 from vit.classifier import PART, Classifier
 from vit.data.config import DataConfig
@@ -38,22 +39,7 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 BATCH = 500  # of the routes in which all cores share every operation
 REFERENCE = "timm, float32"
 Run = Callable[[Tensor], Tensor]  # images to logits
-
-
 Build = Callable[[], Run]  # what comes before the first image
-
-
-def timm_classifier(saved: SavedModel) -> Classifier:
-    """Build timm's model of the size of ours, with random weights, computing in float32."""
-    from timm.models.vision_transformer import VisionTransformer as TimmViT
-
-    quick, size = saved, saved.config.model
-    model = TimmViT(
-        quick.preprocess.image_size, size.patch_size or 4, num_classes=len(quick.classes),
-        embed_dim=size.embed_dim, depth=size.depth, num_heads=size.num_heads,
-        mlp_ratio=size.mlp_ratio,
-    ).eval()  # fmt: skip
-    return replace(quick, model=model, precision=torch.float32)
 
 
 def shared(classifier: Classifier) -> Run:
@@ -114,9 +100,8 @@ def with_onnxruntime(saved: SavedModel) -> Run:
     return per_core(run, saved)
 
 
-def routes_of(group: str, saved: SavedModel, timm: Classifier) -> Iterator[tuple[str, Build]]:
+def routes_of(group: str, quick: SavedModel, timm: Classifier) -> Iterator[tuple[str, Build]]:
     """Yield the routes of a group: their names, and functions that prepare them."""
-    quick = saved
     exact = replace(quick, precision=torch.float32)
     match group:
         case "auto":
@@ -129,7 +114,7 @@ def routes_of(group: str, saved: SavedModel, timm: Classifier) -> Iterator[tuple
         case "compiled":
             yield "torch.compile, bfloat16", lambda: compiled(quick)
         case "onnx":
-            yield "ONNX Runtime, float32", lambda: with_onnxruntime(saved)
+            yield "ONNX Runtime, float32", lambda: with_onnxruntime(quick)
 
 
 GROUPS = ("auto", "float32", "compiled", "onnx")
@@ -145,7 +130,8 @@ def main() -> None:
     print(f"{describe(CPU)}, torch {torch.__version__}")
     torch.manual_seed(0)
     saved = load_model("cifar10_quick", "cpu", "bfloat16")
-    timm = timm_classifier(saved)
+    model = timm_of_size(saved.config.model).eval()
+    timm = replace(saved, model=model, precision=torch.float32)
     test = load_test_images(DataConfig(name="cifar10", root=str(DATA), download=False))
     test = test.select(torch.arange(arguments.images))
     routes: dict[str, Run] = {REFERENCE: shared(timm)}

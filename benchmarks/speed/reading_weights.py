@@ -13,8 +13,6 @@ Expect weights to take up to a fifth more time than logits, and about as much in
 
 import argparse
 import ctypes
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.memory import in_new_process, memory
 from benchmarks.tables import markdown
 from benchmarks.timing import take_turns
 from vit.classifier import build_model
@@ -52,8 +51,11 @@ def prepare(folder: Path, size: int) -> None:
     ViTForImageClassification(ViTConfig(image_size=size, num_labels=10)).save_pretrained(folder)
 
 
-def load_way(way: str, folder: Path, images: torch.Tensor) -> Callable[[], Any]:
+def load_way(way: str, folder: Path, size: int, number: int) -> Callable[[], Any]:
     """Return what is measured: a function that classifies images, with weights or without."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    images = torch.zeros(number, 3, size, size)
     name, attention, reads = WAYS[way]
     if name == "transformers":
         from transformers import ViTForImageClassification
@@ -70,23 +72,15 @@ def load_way(way: str, folder: Path, images: torch.Tensor) -> Callable[[], Any]:
     return lambda: model(images)
 
 
-def memory(key: str) -> int:
-    """Return a value of /proc/self/status, in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(key))
-    return int(line.split()[1]) // 1000
-
-
-def measure_memory(way: str, folder: Path, images: torch.Tensor) -> None:
-    """Print by how many MB this process grows in a forward pass."""
-    work = load_way(way, folder, images)
+def measure_memory(way: str, folder: Path, size: int, number: int) -> float:
+    """Return by how many MB this process grows in a forward pass."""
+    work = load_way(way, folder, size, number)
     work()  # which also reads what is stored in files
     ctypes.CDLL(None).malloc_trim(0)  # gives back what is free
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    before = memory("VmRSS:")
-    kept = work()
-    print(memory("VmHWM:") - before)
-    del kept
+    before = memory("VmRSS")
+    work()
+    return memory("VmHWM") - before
 
 
 def main() -> None:
@@ -95,30 +89,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224, help="pixels")
     parser.add_argument("--images", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    images = torch.zeros(arguments.images, 3, arguments.size, arguments.size)
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
-    if arguments.memory:
-        measure_memory(arguments.memory[0], Path(arguments.memory[1]), images)
-        return
-    size = [f"--size={arguments.size}", f"--images={arguments.images}"]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        prepare(folder, arguments.size)
-        grown = {
-            way: subprocess.run(
-                [sys.executable, "-m", __spec__.name, *size, "--memory", way, name],
-                check=True, capture_output=True, text=True,
-            ).stdout.split()[-1]
-            for way in WAYS
-        }  # fmt: skip
-        works = {way: load_way(way, folder, images) for way in WAYS}
+        folder, size, number = Path(name), arguments.size, arguments.images
+        prepare(folder, size)
+        grown = {way: in_new_process(measure_memory, way, folder, size, number) for way in WAYS}
+        works = {way: load_way(way, folder, size, number) for way in WAYS}
         timings = take_turns(works, arguments.rounds, time.process_time)
-    print(f"{describe(torch.device('cpu'))}, torch {torch.__version__}, {arguments.size} pixels")
+    print(f"{describe(torch.device('cpu'))}, torch {torch.__version__}, {size} pixels")
     rows = [
-        [way, f"{1000 * timing.seconds / arguments.images:.0f}", timing.cost(), f"{grown[way]} MB"]
+        [way, f"{1000 * timing.seconds / number:.0f}", timing.cost(), f"{grown[way]:.0f} MB"]
         for way, timing in timings.items()
     ]
     print(markdown(["ViT-B/16", "ms for an image", "over the first", "memory"], rows))

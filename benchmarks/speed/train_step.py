@@ -36,6 +36,7 @@ from vit.config import Config
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, choose_precision, describe, on_cores
+from vit.model.config import PATCH_SIZE, ModelConfig
 from vit.model.vit import VisionTransformer
 from vit.run.length import Length
 from vit.training.build import build_step, time_phases
@@ -66,6 +67,16 @@ def timm_model(class_token: bool) -> nn.Module:
         SIZE, PATCH, num_classes=CLASSES, embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2,
         class_token=class_token, global_pool="token" if class_token else "avg",
         qkv_bias=class_token,
+    )  # fmt: skip
+
+
+def timm_of_size(size: ModelConfig) -> nn.Module:
+    """Build timm's plain model, with the width and depth of a config."""
+    from timm.models.vision_transformer import VisionTransformer as TimmViT
+
+    return TimmViT(
+        SIZE, size.patch_size or PATCH_SIZE, num_classes=CLASSES, embed_dim=size.embed_dim,
+        depth=size.depth, num_heads=size.num_heads, mlp_ratio=size.mlp_ratio,
     )  # fmt: skip
 
 

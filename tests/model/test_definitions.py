@@ -85,7 +85,7 @@ def test_cells_are_read_as_ipython_runs_them(tmp_path: Path) -> None:
         ("Broken", "in a cell that is not Python"),
         ("Derived", "name 'nobody' is"),
     ):
-        with pytest.raises(ValueError, match=rf"defines no function or class '{name}'.*{words}"):
+        with pytest.raises(ValueError, match=rf"has no function or class '{name}'.*{words}"):
             load_attention(f"{tmp_path}/notes.ipynb:{name}")
 
 

@@ -1,6 +1,5 @@
 """The Explanation of a photo: what a model predicts for it, its maps, and a sheet of both."""
 
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,7 +137,5 @@ class Explanation:
         """Open the sheet in an image viewer."""
         self.sheet().show()
 
-    def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.sheet().save(buffer, "PNG")
-        return buffer.getvalue()
+    def _repr_png_(self) -> bytes | None:
+        return self.sheet()._repr_png_()

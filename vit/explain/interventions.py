@@ -66,10 +66,8 @@ class Interventions(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        require_attention(model)
         self.model = model
-        # In a tuple, because our model is its own reader: registered twice, its weights would not
-        # be restored by `functional_call`.
-        self._readable = (require_attention(model),)
 
     def forward(self, images: Tensor, gates: Tensor | None, keep: Tensor) -> Answer:
         """Classify images.
@@ -88,9 +86,8 @@ class Interventions(nn.Module):
             gated = gated_weights(self.model, gates, prefix="model.")
             result: Answer = functional_call(self, gated, (images, None, keep))
             return result
-        (readable,) = self._readable
         model: Any = self.model
-        kept = keep != 0
+        readable, kept = require_attention(model), keep != 0
         prefix = kept.new_ones(len(kept), readable.num_prefix_tokens)
         mask = torch.cat([prefix, kept], dim=1)[:, None]
         _, weights, tokens = readable.forward_intermediates(images, mask)

@@ -30,9 +30,9 @@ class MapKind:
         passes     the model, to be called any number of times, in float32 whatever the
                    precision; images, grid (rows, columns) and explained classes (B,)
 
-    The first two also take `readout` and `num_prefix_tokens`, see
-    `vit.explain.rollout.attention_rollout`, the third a `vit.explain.maps.TokenLayout`. Kinds with
-    the same needs share their passes. A map that needs more than weights explains a class.
+    The first three also take `readout` and `num_prefix_tokens`, see
+    `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes. A map
+    that needs more than weights explains a class.
     """
 
     title: str  # in figures and tables

@@ -68,10 +68,8 @@ def map_of(
     """Compute a map (B, rows, columns) float32, in the unit of its kind, from what it needs."""
     entry = ALL_KINDS[kind]
     keywords: dict[str, Any] = asdict(rollout) if entry.has_options else {}
-    if entry.needs in ("weights", "gradients"):
+    if entry.needs in ("weights", "gradients", "relevance"):
         keywords |= {"readout": layout.readout, "num_prefix_tokens": layout.num_prefix_tokens}
-    if entry.needs == "relevance":
-        keywords = {"layout": layout}
     values: Tensor = resolve_name(f"vit.explain.{entry.function}")(*readings, **keywords).float()
     values = values.unflatten(1, layout.grid) if values.ndim == 2 else values
     patches = math.prod(layout.grid)
@@ -87,18 +85,15 @@ def patches_of(relevance: Tensor, layout: TokenLayout) -> Tensor:
     return relevance[..., layout.num_prefix_tokens :].float().unflatten(2, layout.grid)
 
 
-def relevance_of_patches(relevance: Tensor, _: Sequence[Tensor], layout: TokenLayout) -> Tensor:
+def relevance_of_patches(relevance: Tensor, _: Sequence[Tensor], **layout: Any) -> Tensor:
     """Return the relevance of the patches that enter the first layer."""
     return relevance[0]
 
 
-def relevance_times_rollout(
-    relevance: Tensor, weights: Sequence[Tensor], layout: TokenLayout
-) -> Tensor:
+def relevance_times_rollout(relevance: Tensor, weights: Sequence[Tensor], **layout: Any) -> Tensor:
     """Multiply smoothed relevance for the class, mean over layers, by attention rollout."""
-    prefix = layout.num_prefix_tokens
-    rollout = attention_rollout(weights, readout=layout.readout, num_prefix_tokens=prefix)
-    return smooth(relevance.mean(dim=0).relu()) * rollout.unflatten(1, layout.grid)
+    support = smooth(relevance.mean(dim=0).relu())
+    return support * attention_rollout(weights, **layout).view_as(support)
 
 
 def relevance_of_pixels(relevance: Tensor) -> Tensor:

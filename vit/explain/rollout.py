@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from vit.explain.kinds import HeadFusion
@@ -33,15 +34,15 @@ def fuse_heads(
     never discarded, and equal weights are kept or discarded together. A row with no weights left
     attends to itself.
     """
-    fused = layer.float().clamp(min=0)
-    fused = fused.mean(dim=1) if head_fusion == "mean" else getattr(fused, f"a{head_fusion}")(dim=1)
+    fused = reduce(layer.float().clamp(min=0), "b h q k -> b q k", head_fusion)
     if discard_ratio > 0:
         to_patches = fused[..., num_prefix_tokens:]
         flat = to_patches.flatten(1)
         lowest_kept = flat.kthvalue(int(discard_ratio * flat.shape[1]) + 1).values[:, None, None]
         kept = to_patches.masked_fill(to_patches < lowest_kept, 0.0)
         fused = torch.cat([fused[..., :num_prefix_tokens], kept], dim=-1)
-    return _row_stochastic(fused)
+    total = fused.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, fused / total, torch.eye(fused.shape[-1], device=fused.device))
 
 
 def attention_rollout(
@@ -144,13 +145,6 @@ def attention_gradients(
 def _support(layer: Tensor, gradient: Tensor) -> Tensor:
     """Return the attention that supports a class, mean(relu(∇A ⊙ A)) over heads: (B, N, N)."""
     return (layer.detach().float() * gradient.float()).relu().mean(dim=1)
-
-
-def _row_stochastic(matrix: Tensor) -> Tensor:
-    """Scale every row to sum to 1; a row of zeros becomes that of the identity."""
-    total = matrix.sum(dim=-1, keepdim=True)
-    identity = torch.eye(matrix.shape[-1], device=matrix.device)
-    return torch.where(total > 0, matrix / total, identity)
 
 
 def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tensor:

@@ -47,16 +47,15 @@ def read_definitions(file: Path) -> Definitions:
         OSError: It cannot be read.
     """
     source = _source(file)
-    module = Definitions(f"vit_definitions_{file.stem}")
-    module.__file__, module.left_out = str(file), {}
-    # So that inspect, and tracebacks, find the source of a notebook too.
-    sys.modules[module.__name__] = module
     lines = source.splitlines(keepends=True)
-    linecache.cache[str(file)] = len(source), None, lines, str(file)
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(f"{file}, line {error.lineno}: {error.msg}") from None
+    module = Definitions(f"vit_definitions_{file.stem}")
+    module.__file__, module.left_out = str(file), {}
+    # So that inspect, and tracebacks, find the source of a notebook too.
+    sys.modules[module.__name__] = module
     linecache.cache[str(file)] = len(source), None, _last_classes(tree, lines), str(file)
     if (folder := str(file.parent.resolve())) not in sys.path:
         sys.path.append(folder)

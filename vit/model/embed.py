@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.positions import Grid
+from vit.model.positions import Grid, coordinates
 
 WHITENING_EPS = 1e-2
 
@@ -180,9 +180,8 @@ def sincos_pos_embed(grid: Grid, dim: int) -> Tensor:
     if dim % 4:
         raise ValueError(f"embed_dim: {dim} is not a multiple of 4, as pos_embed=sincos needs")
     frequencies = 10000.0 ** -(torch.arange(dim // 4) / (dim // 4))
-    rows, columns = torch.meshgrid(*(torch.arange(n).float() for n in grid), indexing="ij")
-    across = columns.flatten()[:, None] * frequencies
-    down = rows.flatten()[:, None] * frequencies
+    rows, columns = coordinates(grid, frequencies.device)
+    across, down = columns[:, None] * frequencies, rows[:, None] * frequencies
     return torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], dim=1)
 
 

@@ -5,7 +5,6 @@ It is read from the names and shapes of tensors, and becomes that of a run's mod
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import math
 import re
@@ -17,16 +16,15 @@ import safetensors
 import torch
 from torch import Tensor
 
-from vit.model.config import ModelConfig
+from vit.model.config import NOT_OF_VIT, ModelConfig
 from vit.model.timm_model import NORM_EPS
-from vit.model.vit import VisionTransformer
 
 # Settings of a run; all others describe the architecture.
 OF_THE_RUN = ("zero_init", "drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
 ARCHITECTURE = tuple(
-    name
-    for name, parameter in inspect.signature(VisionTransformer).parameters.items()
-    if parameter.default is not parameter.empty and name not in OF_THE_RUN
+    field.name
+    for field in dataclasses.fields(ModelConfig)
+    if field.name not in NOT_OF_VIT + OF_THE_RUN
 )
 # Fields that are arguments of timm's Eva and Beit, and more of its VisionTransformer.
 OF_TIMM = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", NORM_EPS, "global_pool")

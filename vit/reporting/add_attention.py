@@ -5,7 +5,6 @@ Shapes: B images, L layers, H heads, N tokens (prefix, then patches), C classes.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from vit.classifier import Classifier
 from vit.explain.features import coordinates, fit_frames
 from vit.explain.kinds import ALL_KINDS
-from vit.explain.rollout import attention_rollout
+from vit.explain.maps import DEFAULTS, TokenLayout, map_of
 from vit.reporting.attention_records import image_records
 from vit.reporting.live import add_live
 from vit.run.tracker import add_summary
@@ -81,8 +80,8 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     step, prefix = int(step), _prefix_names(num_prefix_tokens, readout)
     names, true, logits = _predictions(len(pixels), classes, labels, logits)
     if maps is None and readout is not None:
-        rollout = attention_rollout(layers, readout=readout, num_prefix_tokens=num_prefix_tokens)
-        maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}
+        layout = TokenLayout(grid, num_prefix_tokens, readout)
+        maps = {"rollout": map_of("rollout", [layers], layout, DEFAULTS)}
     shown = _maps(maps or {}, len(pixels), grid)
     frames, features = _features(tokens, layers, num_prefix_tokens)
     fields = [{"maps": own, "label": label} for own, label in zip(shown, true, strict=True)]
@@ -93,7 +92,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         add_summary(writer, frames_summary(frames.numpy(), f"{tag}/frames"), step)
     for number, record in enumerate(records):
         name = tag if len(records) == 1 else f"{tag}_{number:02d}"
-        add_summary(writer, summaries(name, replace(record, frames=f"{tag}/frames")), step)
+        add_summary(writer, summaries(name, record, f"{tag}/frames"), step)
     if model is not None:
         add_live(writer, model, torch.from_numpy(pixels).permute(0, 3, 1, 2), step)
 

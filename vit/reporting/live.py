@@ -19,7 +19,6 @@ Weights that are stored as float16 are widened before they are loaded.
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -129,7 +128,7 @@ class LiveLog:
         The last steps that fit as float16 are live, with room for the very last as float32.
         """
         try:
-            spec = _spec(classifier, self.planned)
+            spec = _spec(classifier)
             half = 2 * spec.floats
             graph = graph_of(classifier) if half <= self._room else b""
             fitting = int((self._room - len(graph)) // half)
@@ -141,8 +140,7 @@ class LiveLog:
             )
             if not count:
                 raise ValueError(note)
-            spec = replace(spec, left_out=self.planned - count)
-            return Live(spec=spec, note=note if spec.left_out else "", graph=graph)
+            return Live(spec=spec, note=note if count < self.planned else "", graph=graph)
         except Exception as error:  # of many kinds, and none of them may end a run
             reason = shorten(error, 300)
         warn(f"the Attention tab cannot run this model: {reason}")
@@ -165,7 +163,7 @@ def add_live(
 _logs: WeakKeyDictionary[SummaryWriter, LiveLog] = WeakKeyDictionary()
 
 
-def _spec(classifier: Classifier, planned: int) -> LiveSpec:
+def _spec(classifier: Classifier) -> LiveSpec:
     """Describe a model; a ValueError tells that the page could not run it."""
     model, preprocess = require_attention(classifier.model), classifier.preprocess
     grid = model.patch_embed.grid(*preprocess.image_size)
@@ -177,7 +175,6 @@ def _spec(classifier: Classifier, planned: int) -> LiveSpec:
     return LiveSpec(
         **vars(preprocess), channels=channels, grid=grid, prefix=model.num_prefix_tokens,
         layers=layers, heads=heads, classes=list(classifier.classes), floats=floats,
-        planned=planned, left_out=0,
     )  # fmt: skip
 
 

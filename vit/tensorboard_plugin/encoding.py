@@ -59,14 +59,14 @@ def part_of(plugin_content: bytes) -> Part:
     return part
 
 
-def summaries(tag: str, record: Record) -> Summary:
-    """Return a record as TensorBoard stores it: a value for the details, weights and features."""
+def summaries(tag: str, record: Record, frames: str = FRAMES_TAG) -> Summary:
+    """Return the details, weights and features, which name the tag of their frames, as values."""
     values = [_value(tag, "details", zlib.compress(details_json(record.details)))]
     if record.weights is not None:
         values.append(_value(WEIGHTS_TAG.format(tag), "weights", encode_weights(record.weights)))
     if record.features is not None:
         data = encode_weights(record.features.swapaxes(1, 2))
-        values.append(_value(FEATURES_TAG.format(tag), "features", data, frames=record.frames))
+        values.append(_value(FEATURES_TAG.format(tag), "features", data, frames=frames))
     return Summary(value=values)
 
 

@@ -10,8 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from importlib import resources
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +26,7 @@ from vit.console import shorten
 from vit.tensorboard_plugin import encoding
 from vit.tensorboard_plugin.records import Details, Live
 
-STATIC = resources.files("vit.tensorboard_plugin") / "static"
+STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {
     ".js": "text/javascript",
     ".mjs": "text/javascript",
@@ -58,10 +57,10 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         """Return the applications that answer requests, by path."""
         # Only the names listed here can be requested.
         files = {
-            f"/{folder}{file.name}": (lambda _, file=file: file.read_bytes(), suffix)
+            f"/{folder}{file.name}": (lambda _, file=file: file.read_bytes(), file.suffix)
             for folder in ("", "onnxruntime/")
             for file in (STATIC / folder).iterdir()
-            if (suffix := PurePath(file.name).suffix) in CONTENT_TYPES
+            if file.suffix in CONTENT_TYPES
         }
         return {
             path: _application(self._provider, answer, CONTENT_TYPES[suffix])
@@ -161,8 +160,6 @@ def _runs(question: Question) -> Answer:
     runs = [
         {
             "name": run,
-            "images": len(images),
-            "last_step": max(tag.max_step for tag in series.values()),
             "wall_time": max(tag.max_wall_time for tag in series.values()),
             "several_steps": question.has_several_steps(run, images[0]),
         }

@@ -13,13 +13,13 @@ import io
 import math
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 
-VERSION: Final = 1
+VERSION = 1
 LENS_CLASSES = 3  # classes of each token in the logit lens
 TOP_CLASSES = 5
 
@@ -95,7 +95,6 @@ class Details:
     maps: Annotated[list[Map], Field(max_length=1000)]
     lens: Lens | None = None  # the logit lens, if tokens can be read
     name: str = ""  # of the file that the image is from
-    version: Literal[1] = VERSION
 
     @property
     def tokens(self) -> int:
@@ -133,7 +132,6 @@ class Record:
     details: Details
     weights: np.ndarray | None  # (L, H, N, N), finite; without them, the tab shows maps only
     features: np.ndarray | None = None  # (L, P, K), finite, see `vit.explain.features`
-    frames: str = FRAMES_TAG  # of the features at the same step
 
     def __post_init__(self) -> None:
         details = self.details
@@ -163,8 +161,6 @@ class LiveSpec:
     interpolation: str
     fit: Literal["crop", "pad", "squash"]
     crop_pct: Annotated[float, Field(gt=0, le=1)]
-    planned: Count  # steps at which attention is logged
-    left_out: Annotated[int, Field(ge=0, le=100_000)]  # of them, the first ones without weights
 
     def __post_init__(self) -> None:
         _check_shape("mean", self.mean, (self.channels,))
@@ -186,7 +182,6 @@ class Live:
     spec: LiveSpec | None
     note: Annotated[str, Field(max_length=1000)]  # why there is no model, or no weights of steps
     graph: bytes = b""  # ONNX, see `vit.reporting.live`
-    version: Literal[1] = VERSION
 
     def __post_init__(self) -> None:
         if len(self.graph) > MAX_GRAPH or bool(self.graph) != (self.spec is not None):
