@@ -31,7 +31,6 @@ commands/photo.py: dataclasses.replace(explanation, name=path.name).save(sheet)
 reporting/export_formats.py: program.save(path)
 reporting/export_formats.py: torch.export.save(_trace(classifier), path, extra_files=metadata(classifier))
 into memory
-explain/explanation.py: self.sheet().save(buffer, "PNG")
 data/corruptions.py: Image.fromarray(image).save(file := io.BytesIO(), "JPEG", quality=round(quality))
 run/checkpoint.py: torch.save({**vars(checkpoint), **plain}, buffer)
 run/tracker.py: Image.fromarray(value).save(file, "png", compress_level=1)
@@ -39,6 +38,8 @@ model_file.py: data = safetensors.torch.save(tensors, metadata)
 reporting/export_formats.py: write_atomically(folder / "model.safetensors", safetensors.torch.save(weights))
 tensorboard_plugin/records.py: Image.fromarray(pixels).save(file, "png")
 tensorboard_plugin/encoding.py: with archive.open(f"{name}.npy", "w") as member:
+a full disk is an error
+cli.py: print(yaml.safe_dump(values, sort_keys=False), end="", flush=True)  # or fail
 texts
 model/timm_model.py: 'python -c "import timm; print(*timm.list_models())"'
 pretrained/sources.py: "state dict by itself with torch.save(model.state_dict(), FILE)"

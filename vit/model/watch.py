@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vit.model.attention import Attention, MultiHeadSelfAttention
-from vit.model.whole_attention import SOFTMAXES, WholeAttention, has_heads, is_whole
+from vit.model.read_softmax import SOFTMAXES
+from vit.model.whole_attention import WholeAttention, has_heads, is_whole
 
 B, N, D, H = 3, 10, 64, 2  # all different, so that no axis is taken for another
 GRID = 2, 5

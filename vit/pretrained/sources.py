@@ -236,7 +236,7 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
     if len(weights) < len(named):
         raise ValueError(
             f"model.pretrained: {name} contains several models, whose names differ by a prefix; "
-            "save the state dict of one with torch.save(model.state_dict(), FILE)"
+            "save the state dict of one by itself"
         )
     weights = {key: value for key, value in weights.items() if not key.endswith(COMPUTED)}
     if model.name != "vit":

@@ -1,0 +1,124 @@
+"""The softmax of attention that somebody else wrote: read, masked, and scaled for each head.
+
+Shapes: B batch, H heads, N tokens.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vit.model.attention import masked_softmax
+
+SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
+
+
+class ReadSoftmax(TorchFunctionMode):
+    """A context in which the softmax of one attention is read, masked, and scaled by gates.
+
+    Args:
+        size: B, H, N, N of the weights.
+        mask: Boolean, broadcastable to them; None if the module applies its own.
+        gates: (H,), by which the weights of each head are multiplied after they are read.
+        given: (B, H, N, N) of an earlier call, which the softmaxes of single heads return.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, ...],
+        mask: Tensor | None,
+        gates: Tensor,
+        given: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.mask, self.gates, self.given = size, mask, gates, given
+        self.weights: Tensor | None = None  # (B, H, N, N)
+        self.heads: list[Tensor] = []  # (B, N, N) each, of a module with a softmax for each head
+        self.other: torch.Size | None = None  # of a softmax that is not over tokens
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._project(*args, **kwargs)
+        if func not in SOFTMAXES:
+            return func(*args, **kwargs)
+        given: Tensor = args[0] if args else kwargs["input"]
+        if given.shape[-2:] != self.size[2:]:
+            self.other = given.shape
+            return func(*args, **kwargs)
+        if self.mask is None:
+            return self._gated(func(*args, **kwargs))
+        scores, mask = given, self.mask
+        if scores.ndim == 3 and len(scores) == self.size[0]:  # of one head
+            mask = mask[:, min(len(self.heads), mask.shape[1] - 1)]
+        else:
+            scores = scores.view(self.size)
+        return self._gated(masked_softmax(scores, mask).view(given.shape))
+
+    def _gated(self, weights: Tensor) -> Tensor:
+        if weights.numel() == math.prod(self.size):
+            self.weights = weights.view(self.size)
+            return (self.weights * self.gates[:, None, None]).view(weights.shape)
+        if weights.shape != (self.size[0], *self.size[2:]) or len(self.heads) == self.size[1]:
+            return weights
+        if self.given is not None:
+            weights = self.given[:, len(self.heads)]
+        self.heads.append(weights)
+        if len(self.heads) == self.size[1]:
+            self.weights = torch.stack(self.heads, dim=1)
+        return weights * self.gates[len(self.heads) - 1]
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Do what torch's function does, with weights that can be read."""
+        if enable_gqa:  # several heads of queries share a head of keys and values
+            shared = query.shape[-3] // key.shape[-3]
+            key, value = (part.repeat_interleave(shared, dim=-3) for part in (key, value))
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = query @ key.transpose(-2, -1) * scale
+        if is_causal:
+            attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            scores, attn_mask = scores + attn_mask, None
+        masks = [mask for mask in (self.mask, attn_mask) if mask is not None]
+        allowed = masks[0] if len(masks) == 1 else masks[0] & masks[1] if masks else None
+        weights = self._gated(masked_softmax(scores, allowed))
+        return F.dropout(weights, dropout_p) @ value
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *weights: Any,
+        training: bool = True, key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None, **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Do what torch's function does, for tokens (N, B, D) and masks that are added."""
+        weight, bias, *extra, dropout, out_weight, out_bias = weights
+        if any(part is not None and part is not False for part in extra):
+            raise ValueError("bias_k, bias_v and add_zero_attn, which attend to more than tokens")
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
+        query, key, value = (
+            F.linear(x, *layer).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+            for x, *layer in zip((query, key, value), weight.chunk(3), biases, strict=True)
+        )
+        mask = None if attn_mask is None else attn_mask.view(-1, *self.size[2:])
+        if mask is not None and len(mask) > 1:
+            mask = mask.view(self.size)
+        if key_padding_mask is not None:
+            mask = key_padding_mask[:, None, None] + (0 if mask is None else mask)
+        output = self._attend(query, key, value, mask, dropout if training else 0.0)
+        output = output.permute(2, 0, 1, 3).flatten(2)
+        return F.linear(output, out_weight, out_bias), self.weights
