@@ -469,11 +469,13 @@ def test_tensorboard_has_the_tab_and_its_loaders_read_records(
             return fetch(f"{address}/data/plugin/attention/{route}?{query}")
 
         def wait(name: str, step: int) -> None:
-            deadline, runs = time.monotonic() + WAIT / 1000, []
-            while (name, step) not in ((one["name"], one["last_step"]) for one in runs):
-                assert time.monotonic() < deadline, runs
+            deadline, found = time.monotonic() + WAIT / 1000, dict[str, Any]()
+            while step not in (
+                at["step"] for one in found.get("images", ()) for at in one["steps"]
+            ):
+                assert time.monotonic() < deadline, found
                 time.sleep(0.2)
-                runs = ask("runs").json()["runs"]
+                found = ask("images", run=name).json()
 
         listing = fetch(f"{address}/data/plugins_listing").json()["attention"]
         assert (listing["enabled"], listing["tab_name"]) == (True, "Attention")

@@ -54,7 +54,7 @@ window.refusal = (promise) =>
 
 def spec_of(classifier: Classifier) -> dict[str, Any]:
     """Return what the page gets."""
-    return dataclasses.asdict(live._spec(classifier, 1))
+    return dataclasses.asdict(live._spec(classifier))
 
 
 class Site:

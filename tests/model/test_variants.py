@@ -279,12 +279,12 @@ def test_only_a_file_that_the_caller_names_is_executed(tmp_path, registry, monke
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(hostile)))
     (path,) = checkpoint_paths(run)
     save_checkpoint(run, replace(read_checkpoint(path), config=hostile))
-    message = "model.attention: mine.py:cube is not known here"
+    message = "model.attention: mine.py:cube is not loaded"
     for config, overwrite in ((fine, False), (fine, True), (plain, False)):
         with pytest.raises(ValueError, match=f"{message}|unfinished run with other data"):
             train(config, overwrite)
     for stored in (run, path, run / "config.yaml"):
-        with pytest.raises(ValueError, match=r"is not known here|is not a checkpoint"):
+        with pytest.raises(ValueError, match=r"is not loaded|is not a checkpoint"):
             load(stored)
     assert not proof.exists()
 

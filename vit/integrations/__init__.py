@@ -64,7 +64,7 @@ class AttentionLog:
         modes = {module: module.training for module in model.modules()}
         try:
             seen = read(model.eval(), self.inputs.to(next(model.parameters())))
-            logits = seen["logits"]
+            logits = seen.get("logits")
             if logits is not None and logits.shape[-1] < 2:  # which are no classes
                 seen["logits"] = None
             return seen
