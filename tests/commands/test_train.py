@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -338,14 +339,22 @@ def test_unfinished_run_whose_images_are_others_now_is_refused(unended: Path) ->
         assert stamps(unended) == before
 
 
-@pytest.mark.parametrize(("overwrite", "how"), [(False, ""), (True, " without --overwrite")])
-def test_a_stopped_run_says_how_to_go_on(overwrite, how, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vit.training.start.checkpoint_steps", lambda _: [5])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_stopped_run_says_how_to_go_on(overwrite, saved, tmp_path, capsys):
+    """Not how to resume the run that it was to replace."""
+    checkpoint = tmp_path / "checkpoints" / "step_00000005.pt"
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
     run = begin(small(tmp_path))
     run.stop.signal = signal.SIGINT
     with pytest.raises(SystemExit), explained(run, overwrite):
+        if saved:
+            os.utime(checkpoint, ns=(1, 1))
         raise Stopped
-    assert f"SIGINT: rerun the command{how} to resume after step 5" in capsys.readouterr().err
+    how = " without --overwrite" if overwrite else ""
+    words = f"{how} to resume after step 5" if saved or not overwrite else " to start over"
+    assert f"SIGINT: rerun the command{words}" in capsys.readouterr().err
 
 
 def test_what_torch_is_asked_and_how_its_errors_are_explained(

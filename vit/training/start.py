@@ -36,7 +36,7 @@ from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
 from vit.model.variants import attention_code, check_attention, is_edited
 from vit.pretrained.adapt import Pretrained, with_statistics
-from vit.run.checkpoint import Checkpoint, checkpoint_steps
+from vit.run.checkpoint import Checkpoint, checkpoint_paths, checkpoint_steps
 from vit.run.folder import check_run, lock_run, unfinished_config
 from vit.settings import check
 from vit.training.schedule import scaled_size
@@ -119,13 +119,14 @@ def start_run(
 @contextlib.contextmanager
 def explained(run: Run, overwrite: bool) -> Iterator[None]:
     """Turn signals and divergence into exit codes, and a lack of memory into one line."""
+    replaced = _checkpoints(run) if overwrite else set()
     try:
         yield
     except Stopped:
         advice = "to start over; nothing was saved"
-        if steps := checkpoint_steps(run.folder):
-            flags = "without --overwrite " if overwrite else ""
-            advice = f"{flags}to resume after step {steps[-1]:,}"
+        if saved := _checkpoints(run) - replaced:
+            flags, (step, _) = "without --overwrite " if overwrite else "", max(saved)
+            advice = f"{flags}to resume after step {step:,}"
         stop = signal.Signals(run.stop.signal)
         note(f"stopped by {stop.name}: rerun the command {advice}")
         raise SystemExit(128 + stop) from None
@@ -142,6 +143,12 @@ def explained(run: Run, overwrite: bool) -> Iterator[None]:
             "raise --train.accumulate to compute each batch in smaller parts; --data.memory_gb 0 "
             "leaves images in their files"
         ) from None
+
+
+def _checkpoints(run: Run) -> set[tuple[int, int]]:
+    """Return the steps of the checkpoints in the folder of a run, and when they were written."""
+    times = [path.stat().st_mtime_ns for path in checkpoint_paths(run.folder)]
+    return {*zip(checkpoint_steps(run.folder), times, strict=True)}
 
 
 def check_config(config: Config) -> None:
