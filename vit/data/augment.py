@@ -213,9 +213,8 @@ def warp(images: Tensor, operations: Tensor, strength: float, signs: Tensor) -> 
     height, width = images.shape[2:]
     aspect, shear = height / width, 0.3 * strength
     shift_x, shift_y = (2 * int(strength * 150 / 331 * side) / side for side in (width, height))
-    zero = torch.zeros(len(images), device=images.device)
     amounts = {
-        name: torch.where(operations == OPERATIONS.index(name), signs, zero)
+        name: signs * (operations == OPERATIONS.index(name))
         for name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
     }
     angle = math.radians(30 * strength) * amounts["rotate"]

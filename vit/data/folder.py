@@ -39,4 +39,4 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
             files += [UserFile(path, name, folder != part) for path in images]
         beside = [str(path) for path in sorted(folder.iterdir()) if path.is_file()]
         note_unused(folder, [*filter(is_image, beside)], "not in a class folder")
-    return user_files(data, train, len(parts) == 1, root, files, {name: name for name in classes})
+    return user_files(data, train, len(parts) == 1, root, files, classes)

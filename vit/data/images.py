@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,7 +135,7 @@ class UserFile(NamedTuple):
     """An image file of a user, as a folder, a table or shards list it."""
 
     file: ImageFile
-    label: Any  # a key of `names`, see `user_files`
+    label: str  # its class
     held: bool = False  # whether the user holds out this training image
 
 
@@ -145,14 +145,13 @@ def user_files(
     split: bool,
     folder: Path,
     files: Sequence[UserFile],
-    names: Mapping[Any, str],
+    classes: Sequence[str],
     listed: bytes | None = None,
 ) -> ImageSet:
     """Return a user's files as a set, after checks that all layouts share.
 
     Args:
         split: Whether to return only the part of the files that `data.test_fraction` decides on.
-        names: The class name of each label, in the order of the classes.
         listed: Identifies files and labels in the fingerprint; None is their names in the folder.
 
     Raises:
@@ -160,7 +159,7 @@ def user_files(
             given although the files are not split.
     """
     allowed = f"null, because {data.root} says which images are for testing"
-    fraction, classes = data.test_fraction, tuple(names.values())
+    fraction = data.test_fraction
     # Images of another folder may be tested with, whatever decided on those of the training folder.
     require(split or not train or fraction is None, "data.test_fraction", fraction, allowed)
     if len(classes) < (2 if train or split else 1):
@@ -169,7 +168,7 @@ def user_files(
             "at least two"
         )
     least, part = (2, "") if split else (1, "training " if train else "test ")
-    numbers = {label: number for number, label in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(classes)}
     labels = torch.tensor([numbers[entry.label] for entry in files], dtype=torch.int64)
     paths, held = tuple(entry.file for entry in files), torch.tensor([e.held for e in files])
     counts = labels.bincount(minlength=len(classes)).tolist()
@@ -194,7 +193,7 @@ def user_files(
         listed += first.numpy().tobytes()
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
     images = ImageSet(
-        ImageFiles(paths, Preprocess.from_config(data), data.workers), labels, classes,
+        ImageFiles(paths, Preprocess.from_config(data), data.workers), labels, tuple(classes),
         origins=paths, folder=str(folder), fingerprint=fingerprint, split=split,
         held=held if held.any() else None,
     )  # fmt: skip

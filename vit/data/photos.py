@@ -99,8 +99,7 @@ def to_bands(photo: Photo | TarMember, channels: int, key: str) -> Bands:
 
 def to_photo(photo: Photo, channels: int = 3) -> np.ndarray:
     """Turn a photo into pixels as `to_bands` does: (height, width, channels) uint8."""
-    bands = to_bands(photo, channels, "photo")
-    return np.concatenate([np.atleast_3d(np.asarray(band)) for band in bands], axis=2)
+    return np.dstack([np.asarray(band) for band in to_bands(photo, channels, "photo")])
 
 
 def _require_file(path: Path, key: str) -> Path:

@@ -60,18 +60,19 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     if file := next(filter(Path.is_file, (path / layout.CLASSES_FILE for path in folders)), None):
         names = dict(enumerate(_read_classes(file)))
     else:
-        listed = [image for part in parts for image in _index(layout.tar_files(part))]
-        names = {label: str(label) for label in sorted({image.label for image in listed})}
-    for image in images:
-        if image.label not in names:
+        listed = {label for part in parts for _, label in _index(layout.tar_files(part))}
+        names = {label: str(label) for label in sorted(listed)}
+    for image, label in images:
+        if label not in names:
             raise ValueError(
-                f"data.root: {image.file} has the label {image.label}, but {file} names "
+                f"data.root: {image} has the label {label}, but {file} names "
                 f"{len(names)} classes, 0 to {len(names) - 1}; add names, or correct the labels"
             )
-    labels = torch.tensor([image.label for image in images])
+    labels = torch.tensor([label for _, label in images])
     sizes = "".join(f"{shard.name}\0{shard.stat().st_size}\n" for shard in shards)
     identity = f"{sizes}{len(images)}\n".encode() + labels.numpy().tobytes()
-    return user_files(data, train, len(parts) == 1, root, images, names, identity)
+    files = [UserFile(image, names[label]) for image, label in images]
+    return user_files(data, train, len(parts) == 1, root, files, [*names.values()], identity)
 
 
 def _read_classes(file: Path) -> list[str]:
@@ -82,7 +83,7 @@ def _read_classes(file: Path) -> list[str]:
     return names
 
 
-def _index(shards: Sequence[Path]) -> list[UserFile]:
+def _index(shards: Sequence[Path]) -> list[tuple[TarMember, int]]:
     """Find the images of shards, in the order of the shards and the members, and their labels."""
     hidden = True if rank() else None  # None shows the bar on terminals only
     with tqdm(shards, "indexing shards", unit="shard", leave=False, disable=hidden) as bar:
@@ -92,7 +93,7 @@ def _index(shards: Sequence[Path]) -> list[UserFile]:
 
 
 @functools.cache  # images are listed several times in a run
-def _index_shard(shard: Path, size: int, changed: int) -> list[UserFile]:
+def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, int]]:
     """Read the headers and labels of a shard, again if its size or the time of change differs."""
     images: dict[str, TarMember] = {}
     labels: dict[str, str] = {}
@@ -120,7 +121,7 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[UserFile]:
         if re.fullmatch("[0-9]{1,9}", label) is None:
             problem = f"is {shorten(label)!r}; it must be a whole number, 0 or more"
             raise _problem(shard, f"the label in {key}.cls {problem}")
-    return [UserFile(image, int(labels[key])) for key, image in images.items()]
+    return [(image, int(labels[key])) for key, image in images.items()]
 
 
 def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:

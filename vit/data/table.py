@@ -47,7 +47,7 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
         for path, (label, part) in rows.items()
         if split or (part != test) == train
     ]
-    return user_files(data, train, split, file.parent, files, {name: name for name in classes})
+    return user_files(data, train, split, file.parent, files, classes)
 
 
 def _read(file: Path) -> dict[str, tuple[str, str | None]]:

@@ -99,14 +99,10 @@ def lock_run(run: Path) -> Iterator[None]:
     if run.is_file():
         raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
     created = [folder for folder in (run, *run.parents) if not folder.exists()]
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"cannot write to {run} ({error.strerror})"
-        raise ValueError(f"out: {problem}; use another --out") from None
     path = run / LOCK_FILE
     lock = FileLock(path, blocking=False)
     try:
+        run.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         advice = "wait for it, stop it, or train in another folder with --out"

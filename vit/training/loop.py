@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +72,7 @@ class Loop:
         before = self._seconds()
         with tqdm(
             total=schedule.total_steps, initial=first, unit="step", dynamic_ncols=True,
-            disable=self.tracker is None or not sys.stderr.isatty(),
+            disable=True if self.tracker is None else None,  # None shows the bar on terminals only
             # Without tqdm's rate, which counts evaluation and logging as training.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         ) as bar, self.stop.deferred():  # fmt: skip

@@ -109,11 +109,8 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
 
 def end_text(run: Path, result: dict[str, Any], has_maps: bool, variant: str) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
-    flag = (
-        f" --model.attention {argument(variant)}"
-        if Path(variant.rpartition(":")[0]).suffix in SUFFIXES
-        else ""
-    )
+    is_file = variant.rpartition(":")[0].endswith(SUFFIXES)
+    flag = f" --model.attention {argument(variant)}" if is_file else ""
     command = f"{program('eval')} {argument(run)}"
     low, high = result["accuracy_95"]
     trained = result["training"]
