@@ -80,7 +80,7 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
         export_page(saved, targets["html"], options.steps, log)
     if "hub" in targets:
         write_hub(saved, targets["hub"])
-    program, loader = preprocess_program(saved.preprocess), _loader(saved.preprocess)
+    loader = _loader(saved.preprocess)
     for name in formats:
         reader = _reader_of(targets[name])
         # What comes before its loader may be of another version of this package.
@@ -90,7 +90,7 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
         for name in formats:
             draft = Path(drafts) / EXPORTS[name]
             say(_export(saved, name, draft))
-            write_atomically(_reader_of(draft), program)
+            write_atomically(_reader_of(draft), inspect.getsource(pixels).encode() + loader)
         # preprocess.py comes first: it marks what the next call may replace.
         for file in sorted(filter(Path.is_file, Path(drafts).rglob("*")), reverse=True):
             place = folder / file.relative_to(drafts)
@@ -120,12 +120,8 @@ def _export(saved: SavedModel, name: str, draft: Path) -> str:
     return compared
 
 
-def preprocess_program(preprocess: Preprocess) -> bytes:
-    """Return `vit.data.pixels` as a program that ends with `load` for a model's images."""
-    return inspect.getsource(pixels).encode() + _loader(preprocess)
-
-
 def _loader(preprocess: Preprocess) -> bytes:
+    """Return what follows `vit.data.pixels` in preprocess.py: `load` for a model's images."""
     fields = "".join(f"    {key}={value!r},\n" for key, value in vars(preprocess).items())
     return f"\n\nload = ArrayPreprocess(\n{fields}).load\n".encode()
 

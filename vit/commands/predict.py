@@ -1,7 +1,6 @@
 """`eval.py RUN predict`: a table of predictions for any number of image files."""
 
 import contextlib
-import csv
 import itertools
 import time
 import zlib
@@ -54,22 +53,19 @@ def run(name: str, options: PredictConfig) -> Path:
     say(saved.describe())
     if table.exists():
         say(f"{printable(table)} exists and will be replaced when all files are classified")
-    start, count = time.perf_counter(), 0
+    start, count, first = time.perf_counter(), 0, list[dict[str, Any]]()
     with contextlib.suppress(Stopped), stop_on_signals() as stop, stop.deferred():
         rows = _rank_files(saved, paths, options, stop)
-        if first := next(rows, None):
+        if first := list(itertools.islice(rows, SHOWN + 1)):
             table.parent.mkdir(parents=True, exist_ok=True)
-            count = write_table(part, itertools.chain([first], rows))
+            count = write_table(part, itertools.chain(first, rows))
     if not (count or stop.signal):
         raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
     speed = count / (time.perf_counter() - start)
     place = part if stop.signal else part.replace(table)
     wrote = f"; wrote {printable(place)}" if count else ""
-    if 0 < count <= SHOWN:
-        with place.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                name, best = printable(row["file"]), printable(row["class"])
-                say(f"{name}: {best} ({float(row['probability']):.1%})")
+    for row in first if count <= SHOWN else ():
+        say(f"{printable(row['file'])}: {printable(row['class'])} ({row['probability']:.1%})")
     say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s{wrote}")
     if stop.signal:
         raise KeyboardInterrupt

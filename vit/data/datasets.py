@@ -173,9 +173,9 @@ def _require_readable(sets: Sequence[ImageSet]) -> None:
             problems += [(images.name(index), text) for index, text in images.images.problems()]
     if problems:
         names, (first, *others) = zip(*problems, strict=True)
-        more = f"; {len(names):,} files cannot be read: {join(names)}{_heic_hint(names)}"
-        more = more if others else ""
-        raise ValueError(f"{first}{more}; {UNREADABLE}")
+        hint = "" if "pillow-heif" in first else _heic_hint(names)
+        listed = f"; {len(names):,} files cannot be read: {join(names)}{hint}"
+        raise ValueError(f"{first}{listed if others else ''}; {UNREADABLE}")
 
 
 def report_copies(sets: Sequence[ImageSet]) -> None:

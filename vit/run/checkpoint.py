@@ -155,7 +155,12 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 def checkpoint_steps(run: Path) -> list[int]:
     """List the steps of a run's checkpoints, oldest first."""
-    return [int(path.stem.removeprefix("step_")) for path in checkpoint_paths(run)]
+    return [step_of(path) for path in checkpoint_paths(run)]
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint, by its name."""
+    return int(path.stem.removeprefix("step_"))
 
 
 def checkpoint_paths(run: Path) -> list[Path]:
@@ -163,7 +168,7 @@ def checkpoint_paths(run: Path) -> list[Path]:
     folder = run / CHECKPOINT_FOLDER
     named = [path for path in folder.glob(STEP_PATTERN) if path.suffix in ("", ".pt")]
     paths = [path for path in named if path.stem.removeprefix("step_").isdecimal()]
-    return sorted(paths, key=lambda path: path.stem)
+    return sorted(paths, key=step_of)
 
 
 def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
@@ -181,8 +186,7 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     else:
         state = {**_read_file(path), "folder": None}
     state = {name: value for name, value in state.items() if name not in RETIRED}
-    checkpoint: Checkpoint = parse(Checkpoint, state, path)
-    return checkpoint
+    return parse(Checkpoint, state, path)
 
 
 def _read_file(path: Path) -> dict[Any, Any]:

@@ -36,7 +36,7 @@ from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
 from vit.model.variants import attention_code, check_attention, is_edited
 from vit.pretrained.adapt import Pretrained, with_statistics
-from vit.run.checkpoint import Checkpoint, checkpoint_paths, checkpoint_steps
+from vit.run.checkpoint import Checkpoint, checkpoint_paths, step_of
 from vit.run.folder import check_run, lock_run, unfinished_config
 from vit.settings import check
 from vit.training.schedule import scaled_size
@@ -147,8 +147,8 @@ def explained(run: Run, overwrite: bool) -> Iterator[None]:
 
 def _checkpoints(run: Run) -> set[tuple[int, int]]:
     """Return the steps of the checkpoints in the folder of a run, and when they were written."""
-    times = [path.stat().st_mtime_ns for path in checkpoint_paths(run.folder)]
-    return {*zip(checkpoint_steps(run.folder), times, strict=True)}
+    paths = checkpoint_paths(run.folder)
+    return {(step_of(path), path.lstat().st_mtime_ns) for path in paths}
 
 
 def check_config(config: Config) -> None:
