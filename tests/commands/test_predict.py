@@ -79,6 +79,7 @@ def test_table_holds_what_predict_says(call, photos, tmp_path, monkeypatch, batc
     expected = vit.load("cifar10_quick", "cpu", "float32").predict([row["file"] for row in rows])
     for row, shares in zip(rows, expected, strict=True):
         assert (row["class"], row["probability"]) == (row["class_1"], row["probability_1"])
+        assert f"{row['file']}: {row['class']} ({float(row['probability']):.1%})\n" in ended.out
         found = {row[f"class_{n}"]: float(row[f"probability_{n}"]) for n in range(1, 6)}
         assert list(found) == list(shares)
         assert list(found.values()) == pytest.approx(list(shares.values()), rel=1e-4)

@@ -250,6 +250,16 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, half, spoil):
     )
 
 
+def test_photos_in_heic_name_the_package_that_they_need(root: Path, capsys: Any) -> None:
+    for name in ("a.png", "b.HEIC"):
+        (root / "train/dog" / name).write_bytes(b"no picture")
+    hint = "; HEIC photos need a package: run pip install pillow-heif"
+    with pytest.raises(ValueError, match="pillow-heif"):
+        load_training(folder(root), seed=0)
+    load("folder", root, train=True, on_bad_image="skip")
+    assert capsys.readouterr().err.endswith(f"train/dog/b.HEIC{hint}\n")
+
+
 @pytest.mark.parametrize("memory", [None, 0.0])
 def test_all_broken_pictures_are_named_at_once(root: Path, memory: float | None) -> None:
     broken = sorted([*root.glob("t*/cat/*.png"), *root.glob("test/owl/*")])
