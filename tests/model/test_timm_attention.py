@@ -198,6 +198,11 @@ def test_table_of_the_documentation() -> None:
         ("swin_tiny_patch4_window7_224", {"img_size": 224}, "SwinTransformer"),
         ("vit_small_patch16_18x2_224", {"depth": 1}, "ParallelThingsBlock"),
         ("vit_relpos_small_patch16_224", {"depth": 1}, "VisionTransformerRelPos"),
+        (
+            "vit_tiny_patch16_224",
+            {"depth": 1, "dynamic_img_size": True, "dynamic_img_pad": True},
+            "PatchEmbed with dynamic_img_pad",
+        ),
     ],
 )
 def test_other_classes_are_refused_by_name(name: str, settings: dict, unread: str) -> None:

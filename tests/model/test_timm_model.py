@@ -1,6 +1,7 @@
 """Models of timm: built, trained, resumed, evaluated; test_timm_attention.py reads attention."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,12 @@ def test_text_in_arguments_of_timm_means_what_json_or_python_says() -> None:
     text = {"qkv_bias": "False", "a": ["true", "None", "1e-3", "x"]}
     args = ModelConfig(name="timm:vit_tiny_patch16_224", timm_args=text).timm_args
     assert args == {"qkv_bias": False, "a": [True, None, 0.001, "x"]}
+
+
+def test_a_model_whose_patches_are_not_square_is_trained_and_logged(tmp_path: Path) -> None:
+    """Without the distance of attention, which is in patches of one size."""
+    parts = {"model": {"name": VIT["model"]["name"], "timm_args": {**TINY, "patch_size": [8, 4]}}}
+    run = config(tmp_path / "run", parts)
+    train(replace(run, train=replace(run.train, epochs=1, small_share=0.0)))
+    logged = {tag for row in metrics(tmp_path / "run") for tag in row}
+    assert "attention/entropy/layer_00" in logged and "attention/distance/layer_00" not in logged
