@@ -336,8 +336,9 @@ def test_weights_that_are_not_finite_real_numbers(model: Path, tmp_path: Path) -
     for value in (math.nan, -math.inf, 1j):
         odd = {**weights, "norm.weight": weights["norm.weight"] * value}
         path = write_model(tmp_path / "model.safetensors", json.dumps(about), odd)
-        with pytest.raises(ValueError, match=r"model\.safetensors: norm\.weight has values that"):
+        with pytest.raises(ValueError) as info:
             load_model(path)
+        assert str(info.value).startswith(f"{path}: norm.weight has values that")
 
 
 def test_a_long_run_and_an_endless_epoch(model: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from vit.console import printable, shorten, warn
 from vit.data.preprocess import Preprocess
 from vit.files import require_file, unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
-from vit.model.definitions import SUFFIXES
+from vit.model.definitions import is_in_file
 from vit.model.variants import attention_code, find_attention
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
@@ -141,27 +141,35 @@ def build_saved(
         raise ValueError(f"{path}: {error}") from None
     dtype = choose_precision("float32" if precision == "auto" else precision, where)
     preprocess = about.preprocess or Preprocess.from_config(config.data)
-    try:
+    with _fitting(path):
         # Without memory, unless it is code that the caller has named, which may need numbers.
-        named = config.model.attention.rpartition(":")[0].endswith(SUFFIXES)
-        with _at_most(len(weights), "cpu" if named else "meta"):
+        where_claimed = "cpu" if is_in_file(config.model.attention) else "meta"
+        with _at_most(len(weights), where_claimed):
             claimed = build_model(config.model, preprocess, len(classes))
         claimed.load_state_dict(weights, assign=True)
-        buffers = {name for name, _ in claimed.named_buffers()}
-        for name, weight in weights.items():
-            wrong = weight.isnan() if name in buffers else ~weight.isfinite()  # -inf in masks
-            if weight.is_complex() or wrong.any():
-                raise ValueError(f"{path}: {name} has values that are not finite real numbers")
+    buffers = {name for name, _ in claimed.named_buffers()}
+    for name, weight in weights.items():
+        wrong = weight.isnan() if name in buffers else ~weight.isfinite()  # -inf in masks
+        if weight.is_complex() or wrong.any():
+            raise ValueError(f"{path}: {name} has values that are not finite real numbers")
+    with _fitting(path):
         model = build_model(config.model, preprocess, len(classes))
         model.load_state_dict(weights)
-    except (RuntimeError, ValueError) as error:
-        reason = shorten(error, 300)
-        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
     return SavedModel(
         model.to(where).eval(), preprocess, classes, where, dtype,
         calibration=getattr(about, "calibration", None), config=config, step=about.step,
         total_steps=getattr(about, "total_steps", None), path=path, fingerprint=about.fingerprint,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """Say that weights do not fit the config of their file."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        reason = shorten(error, 300)
+        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vit.console import note, warn
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.layout import join
+from vit.data.photos import NEEDS_HEIF
 from vit.data.pixels import DEEPEST, open_image
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import balanced_subset, describe_counts, held_out, held_out_beside, together
@@ -37,7 +37,7 @@ def open_images(
 
     Args:
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
-        shared: Where the first of several processes puts the numbers of unreadable files, so that
+        shared: Where the first of several processes puts what is wrong with which files, so that
             all leave out the same, see `World.main_first`.
 
     Raises:
@@ -56,7 +56,7 @@ def open_images(
     if data.on_bad_image == "skip":
         shared = {} if shared is None else shared
         if "unreadable" not in shared:
-            shared["unreadable"] = [index for index, _ in images.images.problems()]
+            shared["unreadable"] = dict(images.images.problems())
         images = _drop(images, shared["unreadable"])
     if not train:
         return images
@@ -64,15 +64,14 @@ def open_images(
     return images.select(torch.randperm(len(images), generator=generator(0, "folder")))
 
 
-def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
-    """Leave out the images that cannot be read, and say which they are."""
+def _drop(images: ImageSet, unreadable: dict[int, str]) -> ImageSet:
+    """Leave out the images that cannot be read, by index with what is wrong, and name them."""
     if not unreadable:
         return images
-    listed = [images.name(index) for index in unreadable]
-    names = f"{join(listed)}{_heic_hint(listed)}"
+    names = join([images.name(index) for index in unreadable]) + _heic_hint(unreadable.values())
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
     note(f"skipped {count} that cannot be read: {names}")
-    kept, _ = images.divide(torch.tensor(unreadable))
+    kept, _ = images.divide(torch.tensor([*unreadable]))
     if 0 in (counts := kept.class_counts()):
         raise ValueError(
             f"data.root: no image of class {kept.classes[counts.index(0)]} in {images.folder} can "
@@ -81,11 +80,9 @@ def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
     return kept
 
 
-def _heic_hint(names: Iterable[str]) -> str:
-    """Return what HEIC photos, of telephones, need, if there are any."""
-    if ".heic" in Image.registered_extensions():  # it is there
-        return ""
-    some = any(name.lower().endswith((".heic", ".heif")) for name in names)
+def _heic_hint(problems: Iterable[str]) -> str:
+    """Return what HEIC photos, of telephones, need, if a problem is that it is missing."""
+    some = any(NEEDS_HEIF in problem for problem in problems)
     return "; HEIC photos need a package: run pip install pillow-heif" if some else ""
 
 
@@ -173,7 +170,7 @@ def _require_readable(sets: Sequence[ImageSet]) -> None:
             problems += [(images.name(index), text) for index, text in images.images.problems()]
     if problems:
         names, (first, *others) = zip(*problems, strict=True)
-        hint = "" if "pillow-heif" in first else _heic_hint(names)
+        hint = "" if NEEDS_HEIF in first else _heic_hint(others)
         listed = f"; {len(names):,} files cannot be read: {join(names)}{hint}"
         raise ValueError(f"{first}{listed if others else ''}; {UNREADABLE}")
 

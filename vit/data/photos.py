@@ -15,6 +15,7 @@ from vit.data.layout import image_files, note_unused
 from vit.data.pixels import Bands, Unusable, bands_of, open_image
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
+NEEDS_HEIF = "HEIC needs a package; run pip install pillow-heif"
 
 
 class TarMember(NamedTuple):
@@ -124,7 +125,7 @@ def _read(file: Path | TarMember, channels: int) -> Bands:
         problem = f"it has more than {most}, the largest that are read; save a smaller copy"
     except UnidentifiedImageError:
         heic = file.name.lower().endswith((".heic", ".heif"))
-        problem = "HEIC needs a package; run pip install pillow-heif" if heic else "unknown format"
+        problem = NEEDS_HEIF if heic else "unknown format"
     except Exception as error:  # Pillow's decoders raise all kinds of errors
         problem = str(error)
     raise Unusable(f"cannot be read as an image: {problem}")

@@ -4,7 +4,6 @@ Shapes: B batch, N tokens, D token width, H heads, d head width.
 """
 
 import copy
-import inspect
 from collections.abc import Iterator
 
 import torch
@@ -17,11 +16,11 @@ from vit.model.attention_projections import check_scale, compare_with_torch, mat
 from vit.model.variants import FewerArguments
 from vit.model.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
 from vit.model.whole_attention import (
-    CONFIGS,
     DROPOUTS,
     WholeAttention,
     build_attention,
     is_whole,
+    takes,
     what_is_lost,
 )
 from vit.seeding import generator
@@ -31,7 +30,10 @@ HIDDEN = 1e-6  # largest weight of a key that is hidden
 
 def properties(attention: Attention) -> Iterator[Row]:
     """Check all properties, or those without which the others cannot be checked."""
-    heads, drop = trial_heads(attention), 0.5 if takes_dropout(attention) else 0.0
+    no_dropout = isinstance(attention, FewerArguments) or (
+        is_whole(attention) and not takes(attention, DROPOUTS)
+    )
+    heads, drop = trial_heads(attention), 0.0 if no_dropout else 0.5
     subject = build_attention(attention, D, heads, grid=GRID, attn_drop=drop).eval()
     tokens = torch.randn(B, N, D, generator=generator(0, "check"))
     yield (repeats := _repeats(subject, tokens))
@@ -61,13 +63,6 @@ def properties(attention: Attention) -> Iterator[Row]:
         what = "queries and keys have their own projections"
         yield judge(what, pair.is_shared, advice, is_choice=True)
     yield compare_with_torch(subject, seen, pair)
-
-
-def takes_dropout(attention: Attention) -> bool:
-    """Tell whether dropout of the weights can be set."""
-    names = {*inspect.signature(attention).parameters}
-    is_fixed = is_whole(attention) and names.isdisjoint(DROPOUTS + CONFIGS)
-    return not (is_fixed or isinstance(attention, FewerArguments))
 
 
 def _repeats(subject: Subject, tokens: Tensor) -> Row:
@@ -288,14 +283,15 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         return Row(what, "failed", "", advice + "attribute or an nn.ModuleList, not in a list")
     learner = copy.deepcopy(subject)
     learner(tokens).square().sum().backward()
-    tables = {id(m.weight) for m in learner.modules() if isinstance(m, nn.Embedding)}
+    # Few tokens use few rows of a table. The bias of keys changes all scores of a row alike, so it
+    # never has a gradient.
+    tables = {m.weight for m in learner.modules() if isinstance(m, nn.Embedding)}
     idle = []
     for name, weight in learner.named_parameters():
-        # The bias of keys changes all scores of a row alike, so it never has a gradient, and no
-        # number of tokens uses all rows of a table.
-        parts = weight[None] if id(weight) in tables or weight.ndim != 2 else weight
-        grad = weight.grad
-        if grad is None or (weight.ndim == 2 and not grad.view_as(parts).flatten(1).any(1).all()):
+        grad, learns = weight.grad, weight.grad is not None
+        if grad is not None and weight.ndim == 2:
+            learns = bool(grad.any() if weight in tables else grad.any(dim=1).all())
+        if not learns:
             idle.append(name.removeprefix("module."))
     advice = f"{', '.join(idle)} get no gradient, or only a part: it is not used, or detached"
     return judge(what, bool(idle), advice)

@@ -33,6 +33,11 @@ PLAIN = (
 )  # fmt: skip
 
 
+def is_in_file(attention: str) -> bool:
+    """Tell whether a name of attention is FILE:NAME, of a file that somebody wrote."""
+    return attention.rpartition(":")[0].endswith(SUFFIXES)
+
+
 class Definitions(types.ModuleType):
     """What a file defines, and the lines that were left out, by the names that they assign."""
 
@@ -96,7 +101,7 @@ def _source(file: Path) -> str:
 
 
 def _plain(cell: str) -> str:
-    """Comment out magics and shell lines of a cell, or all of it if it is not Python."""
+    """Replace magics and shell lines of a cell, or comment all of it out if it is not Python."""
     with contextlib.suppress(SyntaxError):  # a line of Python may begin like a magic
         ast.parse(cell)
         return cell

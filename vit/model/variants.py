@@ -26,7 +26,7 @@ from vit.console import note
 from vit.model import attention
 from vit.model.attention import PLACE, Attention, accepted_arguments, masked_softmax
 from vit.model.config import ModelConfig
-from vit.model.definitions import SUFFIXES, read_definitions
+from vit.model.definitions import SUFFIXES, is_in_file, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
 from vit.model.positions import REL_POS, Grid
 from vit.model.whole_attention import (
@@ -121,10 +121,10 @@ def find_attention(name: str) -> Attention | None:
     name = Path(name).name
     if name in WHOLE:
         return WHOLE[name]
-    if name not in ATTENTION and name.rpartition(":")[0].endswith(SUFFIXES):
+    if name not in ATTENTION and is_in_file(name):
         raise ValueError(
             f"model.attention: {name} is not loaded; name the file with --model.attention "
-            f"FOLDER/{name} or vit.load_attention; its folder may change, its name not"
+            f"FOLDER/{name} or vit.load_attention; the folder may be another, but not the file name"
         )
     if name not in ATTENTION:
         raise ValueError(

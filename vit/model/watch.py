@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from vit.model.attention import Attention, MultiHeadSelfAttention
 from vit.model.read_softmax import SOFTMAXES
-from vit.model.whole_attention import WholeAttention, has_heads, is_whole
+from vit.model.whole_attention import HEADS, WholeAttention, is_whole, takes
 
 B, N, D, H = 3, 10, 64, 2  # all different, so that no axis is taken for another
 GRID = 2, 5
@@ -44,7 +44,7 @@ class Row:
 
 def trial_heads(attention: Attention) -> int:
     """Return the number of heads with which an attention is tried: 1 if it has no heads."""
-    return 1 if is_whole(attention) and not has_heads(attention) else H
+    return 1 if is_whole(attention) and not takes(attention, HEADS) else H
 
 
 def judge(what: str, is_wrong: bool, advice: str, number: str = "", is_choice: bool = False) -> Row:

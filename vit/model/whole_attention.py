@@ -60,9 +60,9 @@ def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
     return not {"num_heads", "head_dim"} <= names or not names.isdisjoint(WIDTHS)
 
 
-def has_heads(attention: type) -> bool:
-    """Tell whether the constructor of a whole module takes the number of heads."""
-    return any(name in HEADS + CONFIGS for name in inspect.signature(attention).parameters)
+def takes(attention: type, names: tuple[str, ...]) -> bool:
+    """Tell whether the constructor of a whole module has an argument of one of the names."""
+    return not {*names, *CONFIGS}.isdisjoint(inspect.signature(attention).parameters)
 
 
 def build_attention(
@@ -80,11 +80,11 @@ def build_attention(
 
 def refuse_options(attention: type, options: dict[str, Any], group: str = "") -> None:
     """Raise a ValueError if fields of `ModelConfig` would have no effect on a whole module."""
-    names = {*inspect.signature(attention).parameters}
-    for key, (usual, arguments) in OPTIONS.items():
-        value, taken = options.get(key, usual), arguments and arguments + CONFIGS
+    for key, (usual, names) in OPTIONS.items():
+        value = options.get(key, usual)
+        fits = value == usual or (names != () and takes(attention, names))
         allowed = f"{usual} with {attention.__name__}, a whole module that does not take it"
-        require(value == usual or not names.isdisjoint(taken), f"{group}{key}", value, allowed)
+        require(fits, f"{group}{key}", value, allowed)
 
 
 def stores_results(model: nn.Module) -> bool:
@@ -151,7 +151,7 @@ class WholeAttention(nn.Module):
     ) -> None:
         super().__init__()
         name = attention.__name__
-        if num_heads > 1 and not has_heads(attention):
+        if num_heads > 1 and not takes(attention, HEADS):
             raise ValueError(
                 f"num_heads: {num_heads} is not allowed; it must be 1 with {name}, whose "
                 f"constructor takes no number of heads ({', '.join(HEADS)})"
@@ -187,13 +187,14 @@ class WholeAttention(nn.Module):
         self.is_torchs = isinstance(self.module, nn.MultiheadAttention)
         if self.is_torchs:  # where True hides a key; `ReadSoftmax` masks it
             self.mask_name = None
-        square = torch.ones(2, 1, num_tokens, num_tokens, dtype=torch.bool)
-        works = self.mask_name is None or self._try(dim, square, grid) is not None
-        self.mask_ndim = 4 if works else 3  # (B, 1, N, N) or (B, N, N)
+        self.mask_ndim = 4  # of a mask (B, 1, N, N) that the module takes; or 3, (B, N, N)
+        if self.mask_name is not None:
+            mask = torch.ones(2, 1, num_tokens, num_tokens, dtype=torch.bool)
+            self.mask_ndim = 3 if self._try(dim, mask, grid) is None else 4
         # The softmax of linear attention has the shape of another if heads are as wide as there are
-        # tokens, so it is told apart by one token less.
-        fewer = self._try(dim, None, (1, math.prod(grid) - 1)) if math.prod(grid) > 1 else None
-        self.has_softmax = fewer is None or fewer.weights is not None
+        # tokens, so it is told apart by another number of tokens: with a single patch.
+        other = self._try(dim, None, (1, 1)) if math.prod(grid) > 1 else None
+        self.has_softmax = other is None or other.weights is not None
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from vit.console import printable, say, sides
 from vit.files import write_atomically, write_json
 from vit.hub import HUB
 from vit.model.config import TIMM
-from vit.model.definitions import SUFFIXES
+from vit.model.definitions import is_in_file
 from vit.model_file import SavedModel, save_model, weights_digest
 from vit.reporting.calibration import calibration_table
 from vit.reporting.loading import require_replaceable
@@ -87,11 +87,10 @@ def model_card(saved: SavedModel) -> str:
         # Indented, because a class could be named ``` and end a fence.
         results = f"On {report['n']:,} test images:\n\n{textwrap.indent(tables, '    ')}"
     template = Template(Path(__file__).with_suffix(".md").read_text("utf-8"))
-    own = saved.config.model.attention
-    is_file = own.rpartition(":")[0].endswith(SUFFIXES)
-    load = f"vit.load_attention({json.dumps(own)})  # a file of your own: upload it, too\n"
+    attention = saved.config.model.attention
+    load = f"vit.load_attention({json.dumps(attention)})  # a file of your own: upload it, too\n"
     return template.substitute(
-        attention=f"\n{load}" if is_file else "",
+        attention=f"\n{load}" if is_in_file(attention) else "",
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=markdown(saved.name),
         place=json.dumps(f"{HUB}OWNER/{saved.name}"),

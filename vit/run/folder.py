@@ -266,7 +266,7 @@ def check_run(
     fixed = any(change.startswith(FIXED) for change in changes)
     if changes and (fixed or not allow_changes):
         name = f"the code of {config.model.attention}"
-        changes = [f"{name} has changed" if c[:15] == "attention_code:" else c for c in changes]
+        changes = [f"{name} has changed" if c.startswith("attention_code:") else c for c in changes]
         kind, allowed = "another config", " or with the new ones by --resume.allow_changes,"
         if fixed:
             kind, allowed = "other data or another model, seed, optimizer, batch size or budget", ""

@@ -13,7 +13,7 @@ from vit.data.stream import ImageFiles
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
-from vit.model.definitions import SUFFIXES
+from vit.model.definitions import is_in_file
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
@@ -109,8 +109,7 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
 
 def end_text(run: Path, result: dict[str, Any], has_maps: bool, variant: str) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
-    is_file = variant.rpartition(":")[0].endswith(SUFFIXES)
-    flag = f" --model.attention {argument(variant)}" if is_file else ""
+    flag = f" --model.attention {argument(variant)}" if is_in_file(variant) else ""
     command = f"{program('eval')} {argument(run)}"
     low, high = result["accuracy_95"]
     trained = result["training"]

@@ -120,8 +120,9 @@ class TrainState:
             optimizer.step()  # moves nothing, but makes the tensors of its state
             optimizer.zero_grad(set_to_none=True)
         has_ema = any(name.startswith("ema.") for name in stored)
-        wanted = self.tensors().items()
-        read_tensors(checkpoint.folder, {k: v for k, v in wanted if has_ema or k[:4] != "ema."})
+        left_out = () if has_ema else ("ema.",)
+        wanted = {k: v for k, v in self.tensors().items() if not k.startswith(left_out)}
+        read_tensors(checkpoint.folder, wanted)
         if self.ema is not None and not has_ema:  # the run began without
             self.ema.module.load_state_dict(self.model.state_dict())
         self._load_counts(vars(checkpoint))
