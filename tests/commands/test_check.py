@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from timm.layers.attention import Attention as TimmAttention
 from torch import Tensor, nn
 
@@ -202,3 +203,25 @@ def test_attention_of_libraries_gives_no_false_alarm(attention: Any) -> None:
 def test_choices_are_remarks(name: str) -> None:
     found = notable(check(ATTENTION[name]))
     assert {key: row.result for key, row in found.items()} == {"rows of weights sum to 1": "remark"}
+
+
+class PositionTable(nn.Module):
+    """A bias for each offset, of more offsets than ten tokens have."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads, self.table = num_heads, nn.Embedding(31, num_heads)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        bias = self.table((place - place[:, None]).clamp(-15, 15) + 15).permute(2, 0, 1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                   for part in self.qkv(x).chunk(3, dim=-1))  # fmt: skip
+        weights = (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(dim=-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_rows_of_a_table_that_few_tokens_do_not_use_are_no_fault() -> None:
+    rows = {row.property: row.result for row in check(PositionTable)}
+    assert rows["all weights get gradients"] == "passed"

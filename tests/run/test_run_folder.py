@@ -69,6 +69,18 @@ def test_changes_are_refused_unless_allowed_and_become_the_run_s_config(unfinish
     assert list((run / "checkpoints").iterdir())
 
 
+def test_a_file_of_attention_may_be_named_by_another_path(tmp_path: Path) -> None:
+    first, again, other = (
+        Config(**{"out": str(tmp_path / "run"), "model": {"attention": name}})
+        for name in ("mine.py:A", "./code/mine.py:A", "mine.py:B")
+    )
+    prepare_run(first, resume=False)
+    save_checkpoint(tmp_path / "run", Checkpoint(7, to_dict(first), ["a"], {}, environment=HOW))
+    assert check_run(again, overwrite=False, environment=HOW) is not None
+    with pytest.raises(ValueError, match=r"model\.attention: mine\.py:A -> mine\.py:B"):
+        check_run(other, overwrite=False, environment=HOW)
+
+
 def test_a_precision_that_auto_chose_may_be_named(unfinished: Config) -> None:
     """As on a machine where auto chooses another one."""
     named = replace(unfinished, train=replace(unfinished.train, precision="float32"))
