@@ -8,7 +8,7 @@ import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
 import { MEAN, middleOf, nearest, range, tokenName, tokenOf } from "./maths.js";
-import { Pane } from "./pane.js";
+import { Pane, hasOtherGrid } from "./pane.js";
 import { open } from "./photo.js";
 import { scalesOf } from "./scale.js";
 import { FUSED, parseState, stateParameters } from "./state.js";
@@ -105,11 +105,16 @@ export class App {
   /** Take over new images of a run; a pane that shows the newest step goes on to the newest. */
   #follow(run, list) {
     const { state } = this;
+    const { step, step2 } = state;
     const lastOf = ({ images }, tag) => images.find((one) => one.tag === tag)?.steps.at(-1)?.step;
     const next = (step, tag) =>
       step === lastOf(this.#lists.get(run), tag) ? (lastOf(list, tag) ?? step) : step;
     if (state.run === run) state.step = next(state.step, state.image);
     if (state.run2 === run) state.step2 = next(state.step2, this.secondImage());
+    if (state.linked === "yes" && state.run2) {
+      if (state.step !== step) state.step2 = null;
+      else if (state.step2 !== step2) state.step = state.step2;
+    }
     const before = this.#lists.get(run).images.map(({ tag }) => tag);
     this.#lists.set(run, inOrder(list, before));
   }
@@ -353,6 +358,7 @@ export class App {
 
   /** Use the brush on the kept patch. */
   brushKept() {
+    if (!this.canAsk()) return this.toolbar.say(this.panes[0].liveNote);
     const { record } = this.panes[0];
     const patch = record ? (tokenOf(this.state.token, record) ?? -1) - record.prefix.length : -1;
     if (patch < 0) return this.toolbar.say("Keep a patch first: click it, or press an arrow key.");
@@ -369,6 +375,8 @@ export class App {
     const brush = this.brushNow();
     if (brush === "point") {
       if (!along) this.pin(tokenName(record.prefix.length + patch, record));
+    } else if (hasOtherGrid(this.panes[0].record, record)) {
+      this.toolbar.say("Change patches in the first picture: this one has another grid.");
     } else if (brush === "move" || brush === "swap") {
       if (!along) this.held = patch;
     } else {

@@ -11,11 +11,13 @@ const KEPT = 4; // models, and answers without changes
 const TOP = 5; // classes
 const ALONE = ["out", "mean", "blur"]; // fills that need no other image
 
+const nameOf = ({ name, size, lastModified }) => [name, size, lastModified];
 const shapeOf = ({ layers, heads, grid }, prefix) => String([layers, heads, grid, prefix]);
 
 const lives = new Cache(KEPT);
 const models = new Cache(KEPT);
 const answers = new Cache(KEPT);
+const photos = new Cache(KEPT); // as models take them
 let loading = new AbortController(); // ends the waiting for models
 
 /** Ask which steps of a run are live; `news` changes when the run has something new. */
@@ -62,7 +64,8 @@ function orCancelled(promise) {
 
 /** Return the pixels of a record's image, or of a photo, as the model of a step takes them. */
 export async function pixelsOf(record, spec, photo = null) {
-  if (photo) return prepare(photo, spec);
+  if (photo)
+    return photos.get(JSON.stringify([...nameOf(photo), spec]), () => prepare(photo, spec));
   const { colour } = record;
   return colour.getContext("2d").getImageData(0, 0, colour.width, colour.height);
 }
@@ -76,21 +79,22 @@ export async function pixelsOf(record, spec, photo = null) {
  */
 export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const { spec } = live;
+  const heads = mutedHeads(mute, record);
+  const changed = changedPatches(patches, record);
+  const isChanged = heads.length > 0 || changed.size > 0;
+  if (!isChanged && !photo) return record; // which does not have what is changed elsewhere
   if (shapeOf(spec, spec.prefix) !== shapeOf(record.details, record.prefix.length))
     throw new Error("The stored model is not that of the image.");
   const model = await orCancelled(modelAt(record.run, live, record.step));
   const image = await pixelsOf(record, spec, photo);
-  const name = photo ? [photo.name, photo.size, photo.lastModified] : record.tag;
+  const name = photo ? nameOf(photo) : record.tag;
   const key = JSON.stringify([record.run, record.step, live.steps, name]);
   const before = await answers.get(key, () =>
     model.classify(image.data, { slot: `${slot} before` }),
   );
-  const heads = mutedHeads(mute, record);
-  const changed = changedPatches(patches, record);
   const hide = [...changed].filter(([, fill]) => fill === "out").map(([patch]) => patch);
   const lender = other && (await pixelsOf(other, spec));
   const pixels = changedPixels(image, changed, spec, lender?.width === image.width ? lender : null);
-  const isChanged = heads.length > 0 || changed.size > 0;
   const after = isChanged ? await model.classify(pixels.data, { mute: heads, hide, slot }) : before;
   const change = { mute, patches, before, after, isChanged };
   return { ...recordOf(record, pixels, hide, heads, after, photo), change };
@@ -128,7 +132,8 @@ function recordOf(record, pixels, hide, muted, after, photo) {
 
 /** Return the entropy of each head's attention, L times (H,), as in vit/explain/statistics.py. */
 function entropiesOf(weights, { layers, heads, tokens }, removed) {
-  const largest = Math.log(tokens - removed) || 1;
+  const left = Math.max(1, tokens - removed);
+  const largest = Math.log(left) || 1;
   // Of the fractions of a row's sum, as rows of some attention do not sum to 1, or have negative weights.
   const entropyOfRow = (row) => {
     const sum = row.reduce((sum, weight) => sum + Math.max(0, weight), 0);
@@ -139,7 +144,7 @@ function entropiesOf(weights, { layers, heads, tokens }, removed) {
   const entropyOf = (matrix) => {
     const rows = range(tokens).map((row) => (matrix * tokens + row) * tokens);
     const entropies = rows.map((at) => entropyOfRow(weights.subarray(at, at + tokens)));
-    return entropies.reduce((sum, one) => sum + one, 0) / (tokens - removed) / largest;
+    return entropies.reduce((sum, one) => sum + one, 0) / left / largest;
   };
   return range(layers).map((layer) => range(heads).map((head) => entropyOf(layer * heads + head)));
 }

@@ -52,8 +52,9 @@ export function listen(app, { help, tour }) {
   };
   Object.keys(VIEWS).forEach((view, index) => (actions[index + 1] = () => app.set({ view })));
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || help.open)
-      return;
+    // Some keyboards need Alt for brackets.
+    const isCommand = event.altKey && !"[]".includes(event.key);
+    if (event.ctrlKey || event.metaKey || isCommand || event.defaultPrevented || help.open) return;
     const { target } = event;
     const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     if (target.matches("select") || !(key in actions)) return;

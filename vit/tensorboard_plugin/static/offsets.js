@@ -26,7 +26,7 @@ export async function recordsToAverage(record, { run, images, at }, { view, dire
 /** Return the mean over records of `Weights.of` by offset: a number for each place of `placeOf`. */
 export function byOffset(records) {
   const [{ layers, heads }] = records;
-  const all = records.map((record) => (record.byOffset ??= meansOf(record)));
+  const all = records.map((record) => (record.weights.byOffset ??= meansOf(record)));
   const maps = all[0].map((_, index) => meanOf(all.map((one) => one[index])));
   const ofHeads = range(layers).map(() => maps.splice(0, heads));
   const fused = FUSED.map((name) => [name, maps.splice(0, layers)]);

@@ -128,15 +128,21 @@ export class Pane {
     const isCurrent = () => turn === this.#turn || (key === this.#key && turn > this.#painted);
     this.#writeSteps(wanted);
     this.images = wanted.images;
+    this.element.classList.remove("loading");
     if (wanted.problem) return this.#fail(wanted.problem);
     if (!this.record) this.#say("Loading …");
-    const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
+    const slow = setTimeout(
+      () => turn === this.#turn && this.element.classList.add("loading"),
+      SLOW,
+    );
     try {
       this.fetched = fetchRecord(wanted.run, wanted.image, wanted.at);
       const logged = await this.fetched;
       // Patches that were changed in another grid are other places here.
-      if (this.side === "a" && this.app.state.patches && hasOtherGrid(this.logged, logged))
-        return this.app.set({ patches: "" });
+      if (this.side === "a" && hasOtherGrid(this.logged, logged)) {
+        for (const change of this.app.history) change.patches = "";
+        if (this.app.state.patches) return this.app.set({ patches: "" });
+      }
       const record = await this.#ask(logged, wanted, turn);
       if (record === null) return undefined;
       const compared = record.change ? [] : await this.#features(wanted);
@@ -404,7 +410,7 @@ export class Pane {
 }
 
 /** Tell whether two records have different grids of patches. */
-function hasOtherGrid(first, second) {
+export function hasOtherGrid(first, second) {
   return first && (first.rows !== second.rows || first.columns !== second.columns);
 }
 

@@ -5,7 +5,7 @@ export const CHANGED = "#7cff6b"; // marks changed patches and muted heads; no m
 
 /** Device pixels to one CSS pixel. */
 export function ratio() {
-  return Math.max(1, Math.round(window.devicePixelRatio || 1));
+  return Math.max(1, Math.ceil(window.devicePixelRatio || 1));
 }
 
 /** Give a canvas a size in CSS pixels; its context then draws in CSS pixels. */

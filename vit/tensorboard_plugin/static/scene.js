@@ -61,7 +61,8 @@ function describeStatistics(statistics, layer, head) {
   if (head in FUSED_NAMES) return "";
   return Object.entries(statistics)
     .filter(([, values]) => values !== null)
-    .map(([name, values]) => `${name} ${digits(values[layer][head])}`)
+    .map(([name, values]) => [name, digits(values[layer][head])])
+    .map(([name, value]) => `${name} ${value}${name === "distance" ? " px" : ""}`)
     .join(" · ");
 }
 

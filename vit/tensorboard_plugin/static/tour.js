@@ -171,7 +171,8 @@ export class Tour {
   render() {
     const { tour } = this.app.state;
     const [{ record }] = this.app.panes;
-    this.open.hidden = !record?.weights || record.details.top.length === 0;
+    const { readout, top } = record?.details ?? {};
+    this.open.hidden = !record?.weights || readout === null || top.length === 0;
     this.element.hidden = this.open.hidden || !(STEPS[tour - 1] || this.isOffered);
     if (this.element.hidden) return (this.#shown = "");
     const shown = JSON.stringify([tour, record.run, record.tag, record.step, record.details.name]);

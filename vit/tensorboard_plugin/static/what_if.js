@@ -140,18 +140,27 @@ export class Change {
     const by = signed(after.logits[chosen] - before.logits[chosen]);
     write(this.logit, `${record.className(chosen)}: logit ${was} → ${is} (${by})`);
     write(this.device, `${after.device}, ${Math.round(after.milliseconds)} ms`);
-    return this.body.replaceChildren(
+    const buttons = () => [...this.body.querySelectorAll("button")];
+    const focused = buttons().indexOf(document.activeElement);
+    this.body.replaceChildren(
       ...shown.map((index) =>
         make(
           "tr",
           { "aria-selected": String(index === chosen), click: () => this.choose(index) },
-          make("th", { scope: "row" }, button(record.className(index))),
+          make("th", { scope: "row" }, nameOf(record, index)),
           ...[before, after].map(({ probabilities }) => barOf(probabilities[index])),
           make("td", "number", signed(after.logits[index] - before.logits[index])),
         ),
       ),
     );
+    return buttons()[focused]?.focus();
   }
+}
+
+/** Make a button with the name of a class, which may be cut off. */
+function nameOf(record, index) {
+  const name = record.className(index);
+  return button(name, null, { title: name });
 }
 
 function barOf(probability) {
