@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
-from scipy.stats import t as students_t
+import torch
+
+from vit.intervals import mean_interval
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -28,8 +30,4 @@ def mean_of_runs(values: Sequence[float]) -> tuple[float, float]:
 
     The interval of a single value is NaN.
     """
-    mean, count = statistics.mean(values), len(values)
-    if count < 2:
-        return mean, float("nan")
-    error = statistics.stdev(values) / count**0.5
-    return mean, float(students_t.ppf(0.975, count - 1)) * error
+    return mean_interval(torch.tensor(values, dtype=torch.float64))

@@ -21,7 +21,7 @@ class OptimizerSpec:
 
     name: str  # of a class in torch.optim, which takes parameter groups and `lr`
     arguments: dict[str, Any] = field(default_factory=dict)  # its other arguments
-    muon: bool = False  # whether Muon replaces it for the weight matrices of the encoder blocks
+    muon: bool = False  # whether Muon replaces it for the matrices of stem and blocks
 
 
 OPTIMIZERS = {
@@ -40,8 +40,8 @@ class OptimConfig:
     """The optimizer, the learning rate schedule and the loss.
 
     Attributes:
-        name: optimizer: adamw for all parameters, or muon for the weight matrices of the encoder
-            blocks and adamw for the rest
+        name: optimizer: adamw for all parameters, or muon for the weight matrices of stem and
+            encoder blocks and adamw for the rest
         lr: peak learning rate of AdamW
         weight_decay: weight decay of AdamW; not of norms, biases, tokens and positions
             at the input
@@ -59,7 +59,7 @@ class OptimConfig:
         teacher_share: fraction of the target that is the teacher's
         clip_grad: maximum norm of the gradient; null disables clipping
         ema_decay: decay of a moving average of the weights, which is then evaluated and saved
-            instead; null disables it
+            instead; at step t, it is at most 1 - t^(-2/3); null disables it
     """
 
     name: OptimizerName = "muon"
@@ -108,7 +108,7 @@ class TrainConfig:
         timeout_minutes: how long a process waits for another one before it gives up
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware is fast at it
-        compile: use torch.compile, which takes half a minute for each image size and makes steps
+        compile: use torch.compile, which takes half a minute to two minutes and makes steps
             faster; auto does where a run is long enough and there is a compiler
         max_skipped: number of consecutive steps with a non-finite loss or gradient, which are
             skipped, before training stops

@@ -157,6 +157,7 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     config = dataclasses.replace(saved.config, train=train, augment=UNAUGMENTED)
     device, precision = saved.device, saved.precision
     run = Run(config, Preprocess.from_config(config.data), device, precision)
+    training = training.to(device)
     step = build_step(run, training)
     for epoch in range(epochs):
         shape = step.schedule.steps_per_epoch, step.schedule.batch_size

@@ -3,10 +3,11 @@
     python -m benchmarks.scale.speedrun run airbench_10 cnn 10
     python -m benchmarks.scale.airbench 3     # minutes; accuracy of 5,000 held-out images, seed 0
 
-The network, augmentation and optimization follow airbench94 (arXiv 2404.00498): a whitened stem,
-three pairs of convolutions that start as the identity, images mirrored in every other epoch, Muon.
-Written from the paper for a CPU: smaller batches, and learning rates that fall with the time that
-is left, to zero at its end.
+The network and augmentation follow airbench94 (arXiv 2404.00498): a whitened stem, three pairs of
+convolutions that start as the identity, images mirrored in every other epoch. Optimization follows
+airbench94_muon.py of github.com/KellerJordan/cifar10-airbench. For a CPU: smaller batches, half the
+widths below 30 minutes, and learning rates that fall with the time that is left, to zero at its
+end. Muon takes 5 Newton-Schulz steps instead of 3.
 """
 
 import argparse

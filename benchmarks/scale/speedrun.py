@@ -107,6 +107,7 @@ def run(given: argparse.Namespace, flags: list[str]) -> None:
         raise ValueError(f"--seeds: a record has at least {FEWEST}")
     if path.exists():
         raise ValueError(f"{path} is a record, and never changes; choose another name")
+    at = commit()  # before an edit during the runs
     runs = [
         train(flags, given.kind, given.minutes, seed, out, given.root)
         for seed, out in zip(given.seeds, outs, strict=True)
@@ -117,7 +118,7 @@ def run(given: argparse.Namespace, flags: list[str]) -> None:
         del config["out"], config["train"]["seed"], config["data"]["root"]
     record = {
         "class": given.kind, "minutes": given.minutes, "date": str(date.today()),
-        "commit": commit(), "machine": machine(), "flags": flags, "config": config, "runs": runs,
+        "commit": at, "machine": machine(), "flags": flags, "config": config, "runs": runs,
     }  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("what", help="what is tried, in words")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     given, flags = parser.parse_known_args()
+    at = commit()  # before an edit during the runs
     with tempfile.TemporaryDirectory() as folder:
         runs = [train(flags, seed, Path(folder) / f"{seed}") for seed in given.seeds]
     accuracies, losses, seconds = zip(*runs, strict=True)
@@ -74,7 +75,7 @@ def main() -> None:
         f"{accuracies[0]:.2f}", f"{losses[0]:.3f}"
     ]  # fmt: skip
     cells = [
-        str(date.today()), commit(), given.what, f"`{' '.join(flags)}`", machine(),
+        str(date.today()), at, given.what, f"`{' '.join(flags)}`", machine(),
         " ".join(map(str, given.seeds)), *numbers, clock(sum(seconds) / len(seconds)),
     ]  # fmt: skip
     with LOG.open("a", encoding="utf-8") as log:

@@ -118,7 +118,7 @@ def measure_memory(root: Path, workers: int, batches: int) -> None:
     for epoch in range(max(1, batches * BATCH // len(images))):
         for _ in stream_epoch(images, epoch):
             peaks = [memory("VmHWM", child.pid or 0) for child in active_children()]
-            workers_peak = max(workers_peak, *peaks)
+            workers_peak = max([workers_peak, *peaks])
     own = memory("VmHWM")
     print(
         f"{len(images):>8,}{listed:>9.2f} s{checked:>9.1f} s{1000 * checked / len(images):>9.2f} ms"

@@ -119,7 +119,7 @@ def timm_step(
 ) -> Callable[[], None]:
     """Return a training step of timm's model of the same size as a config's."""
     model = timm_of_size(config.model).to(device)
-    if config.train.compile:
+    if config.train.compile is True:
         model.compile()
     return training(model, batches, torch.bfloat16)
 

@@ -107,7 +107,7 @@ class DataConfig:
         memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
             are decoded in every epoch; null means a quarter of the free memory
         workers: number of processes that decode image files, or 0; null means one per usable core,
-            less one, but none for fewer than 200 files
+            less one, 1 to 16, but none for fewer than 200 files
         val_size: number of training images held out for the validation curves, or a fraction of
             each class; null is 1000 of a set of at least 10000 images, else 0.1
         train_size: number of training images to use of those not held out; null uses all
@@ -126,7 +126,7 @@ class DataConfig:
     workers: Annotated[int, Field(ge=0, le=1000)] | None = None
     test_fraction: settings.Between0And1 | None = None
     val_size: settings.CountOrFraction | None = None
-    train_size: settings.Count | None = None
+    train_size: settings.ImageCount | None = None
     balance: Literal["none", "sampler", "loss"] = "none"
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ class ModelConfig:
         num_heads: number of attention heads; 1 is single-head attention
         head_dim: width of an attention head; null means embed_dim / num_heads
         mlp_ratio: hidden width of the MLP divided by embed_dim
-        mlp_conv: add a depthwise 3x3 convolution over patches to the MLP (arXiv 2210.05844)
+        mlp_conv: add a depthwise 3x3 convolution over patches to the MLP (arXiv 2210.05958)
         qkv_bias: use a bias in the query, key and value projections
         qk_norm: apply layer norm to queries and keys (arXiv 2302.05442)
         init_values: initial value of layer scale (arXiv 2103.17239); null disables layer scale
