@@ -59,10 +59,11 @@ def save_untrained(
     data: dict[str, Any] | None = None,
     seed: int = 0,
     calibration: Calibration | None = None,
+    **groups: dict[str, Any],
 ) -> Path:
     """Save a model with random weights, of drawn shapes unless `data` says otherwise."""
     config = Config(**{"out": str(folder), "data": {"name": "shapes", **(data or {})},
-                        "model": {"zero_init": False, **model}})  # fmt: skip
+                        "model": {"zero_init": False, **model}, **groups})  # fmt: skip
     preprocess = preprocess or Preprocess.from_config(config.data)
     torch.manual_seed(seed)
     network = build_model(config.model, preprocess, len(classes)).eval()

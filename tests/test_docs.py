@@ -99,7 +99,7 @@ def test_python_of_a_page_runs_and_gives_the_shapes_it_states(
     monkeypatch.setattr(vit, "train", trained.append, raising=False)  # which takes too long here
     Image.new("RGB", (60, 40), "green").save("photo.jpg")
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "__main__"}
     stated = 0
     for statement in re.split(r"\n(?=[^\s)])", code):
         exec(statement, names)

@@ -181,6 +181,11 @@ def test_what_would_give_wrong_predictions_is_refused(model, images):
         classify(copy.deepcopy(model).train())
     with pytest.raises(ValueError, match=r"classes: .*; it must be names that differ"):
         dataclasses.replace(classify(model), classes=("crane",) * 10)
+    named = dataclasses.replace(classify(model), classes=[*"abcdefghij"])  # as torchvision does
+    labelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64), tuple("abcdefghij"))
+    assert evaluate(named, labelled)[0]["n"] == len(images)
+    with pytest.raises(ValueError, match=r"images: 0 is not allowed; it must be at least one"):
+        evaluate(named, labelled.select(torch.arange(0)))
 
 
 def test_mirror_images_count_as_much_as_the_images(model, images):

@@ -300,14 +300,6 @@ def test_every_field_of_a_report_that_is_read_again(model: Path) -> None:
     outcomes(content, write, lambda: model_card(saved), free=("new field",))
 
 
-def test_yaml_aliases_are_refused_where_a_command_reads_them(tmp_path: Path) -> None:
-    from command_line import refused
-
-    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 30))]
-    (tmp_path / "bomb.yaml").write_text("model:\n  timm_args:\n    " + "\n    ".join(lines))
-    refused(["--config", str(tmp_path / "bomb.yaml")], "is not YAML: aliases")
-
-
 @pytest.mark.parametrize(
     ("part", "values", "words"),
     [

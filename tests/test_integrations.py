@@ -68,8 +68,15 @@ def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) 
 
 def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys: Any) -> None:
     found = {"weights": torch.ones(1, 2, 1, 17, 17), "grid": (4, 4), "num_prefix_tokens": 1}
-    AttentionLog(IMAGES[:2], 3).add(None, torch.nn.Linear(2, 2), 3, lambda *_: found)
+    AttentionLog(IMAGES[:2], 3).add(object(), torch.nn.Linear(2, 2), 3, lambda *_: found)
     assert "the attention of step 3 is not logged: weights: rows" in capsys.readouterr().err
+
+
+def test_processes_that_share_weights_all_read_them_and_one_writes() -> None:
+    read: list[int] = []
+    log = AttentionLog(IMAGES[:2], 3)
+    log.add(None, torch.nn.Linear(2, 2), 3, lambda *_: read.append(1) or {})
+    assert read == [1]
 
 
 @pytest.fixture

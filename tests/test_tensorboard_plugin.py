@@ -218,16 +218,18 @@ def test_what_contradicts_itself_is_refused_in_one_short_line(decode: Any) -> No
 def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> None:
     record = make_record(grid=(2, 2), layers=1, heads=1)
     assert record.weights is not None
-    for decode, encoded in (
-        (decode_details, zlib.compress(details_json(record.details))),
-        (decode_weights, encode_weights(record.weights)),
-        (decode_live, stored(live_summary(make_live()))),
+    scale = npy((1, 1, 4), "<f4", np.ones(4, "<f4").tobytes())
+    for decode, encoded, pack in (
+        (decode_details, details_json(record.details), zlib.compress),
+        (decode_weights, encode_weights(record.weights), bytes),
+        (decode_weights, npy((1, 1, 4, 4), "|u1", bytes(16)), lambda data: npz(data, scale)),
+        (decode_live, stored(live_summary(make_live())), bytes),
     ):
         damaged = bytearray(encoded)
         for _ in range(data.draw(st.integers(1, 3))):
             damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
         try:
-            decode(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))  # type: ignore[operator]
+            decode(pack(bytes(damaged[: data.draw(st.integers(0, len(damaged)))])))  # type: ignore[operator]
         except ValueError as error:
             assert "\n" not in str(error)
 
@@ -267,6 +269,11 @@ def write_odd_runs(folder: Path) -> None:
     lying = summaries("lying", make_record())
     lying.value[1].tensor.string_val[0] = encode_weights(np.ones((1, 1, 2, 2), np.float32))
     runs["damaged"].append((0, lying))
+    overflowing = foreign("half", b"")
+    del overflowing.value[0].tensor.string_val[:]
+    overflowing.value[0].tensor.dtype = 19  # float16
+    overflowing.value[0].tensor.half_val.append(70_000)
+    runs["damaged"].append((0, overflowing))
     for run, found in runs.items():
         with event_file(folder / run) as writer:
             for step, summary in found:
@@ -430,8 +437,9 @@ def test_damaged_records_do_not_hide_the_others(ask: Callable[..., Any]) -> None
     found = ask("images", run="damaged").json
     assert [image["tag"] for image in found["images"]] == ["good", "lying", "maps only"]
     assert [image["has_weights"] for image in found["images"]] == [True, True, False]
-    (problem,) = found["problems"]
-    assert problem.startswith("bad: the details of the record are damaged")
+    assert [problem.partition(" damaged")[0] for problem in found["problems"]] == [
+        "bad: the details of the record are", "half: 'half' is"
+    ]  # fmt: skip
 
 
 def test_a_failing_data_server_is_one_line_of_json() -> None:

@@ -30,6 +30,7 @@ from vit.model.whole_attention import stores_results
 from vit.settings import require
 
 PART = 64  # images per forward pass on a CPU, whose activations fit into a core's cache
+MOST_PIXELS = 500 * 224**2  # of images per forward pass
 MOST_WEIGHTS = 2**27  # attention weights per forward pass for maps: half a gigabyte in float32
 PHOTO_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.photos)
 Photos = list[Any] | tuple[Any, ...]  # of Photo; not a Sequence, because a str is one, too
@@ -45,6 +46,14 @@ def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -
     return VisionTransformer(
         img_size=size, in_chans=channels, num_classes=num_classes, **config.vit_arguments()
     )
+
+
+def most_with_weights(model: nn.Module, count: int, height: int, width: int) -> int:
+    """Return how many of `count` images to classify at once if all their weights are kept."""
+    reader: Any = require_attention(model)
+    tokens = reader.num_prefix_tokens + math.prod(reader.patch_embed.grid(height, width))
+    num_weights = tokens**2 * sum(block.attn.num_heads for block in reader.blocks)
+    return max(1, min(count, MOST_WEIGHTS // num_weights))
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,6 +83,7 @@ class Classifier:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "classes", tuple(self.classes))
         allowed = "in evaluation mode; call model.eval()"
         require(not self.model.training, "model", "in training mode", allowed)
         different = len({*self.classes}) == len(self.classes)
@@ -132,7 +142,8 @@ class Classifier:
         return self._by_parts(self._features, images, batch_size)
 
     def part_size(self, batch_size: int = 500) -> int:
-        """Return the number of images per forward pass that is fastest."""
+        """Return the number of images per forward pass that is fastest; fewer of large images."""
+        batch_size = max(1, min(batch_size, MOST_PIXELS // math.prod(self.preprocess.image_size)))
         if self.device.type != "cpu":
             return batch_size
         return max(1, min(PART, batch_size // torch.get_num_threads()))
@@ -203,11 +214,7 @@ class Classifier:
         if target is not None:
             require(len(target) == len(images), "target", len(target), f"{len(images)} classes")
         parts = []
-        reader: Any = require_attention(self.model)
-        rows, columns = reader.patch_embed.grid(*images.shape[2:])
-        tokens = reader.num_prefix_tokens + rows * columns
-        num_weights = tokens**2 * sum(block.attn.num_heads for block in reader.blocks)
-        batch_size = max(1, min(batch_size, MOST_WEIGHTS // num_weights))
+        batch_size = most_with_weights(self.model, batch_size, *images.shape[2:])
         for start in range(0, len(images), batch_size):
             part = slice(start, start + batch_size)
             labels = None if target is None else target[part].to(self.device)

@@ -68,6 +68,8 @@ def user_errors() -> Iterator[None]:
         if "deterministic implementation" in str(error):
             advice = "or, if the operation is upsample_*, with --train.small_share 0"
             fail(f"{shorten(error, 200)}; train without --deterministic, {advice}")
+        if "no kernel image" in str(error):  # the GPU is older than those that torch was built for
+            fail(f"{shorten(error, 200)}; use --train.device cpu, or a PyTorch for this GPU")
         raise
 
 

@@ -5,6 +5,7 @@ import functools
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -72,6 +73,8 @@ def printable(text: object) -> str:
 
 def argument(text: object) -> str:
     """Return text as one argument of a command that can be copied into a shell."""
+    if os.name == "nt":
+        return subprocess.list2cmdline([printable(text)])
     return shlex.quote(printable(text))
 
 

@@ -23,6 +23,7 @@ from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
 from vit.intervals import Z, bootstrap, fraction, interval_of_mean
 from vit.run.length import Length
+from vit.settings import require
 
 if TYPE_CHECKING:  # it imports tensorboard
     from vit.run.tracker import Logged
@@ -129,6 +130,7 @@ def evaluate(
     The metrics are those of `report`, views (and flip, of mirror images) if the logits of several
     are averaged, and images_per_second.
     """
+    require(len(images) > 0, "images", len(images), "at least one")
     start = time.perf_counter()
     logits = classifier.logits(images, batch_size).cpu()
     seconds = time.perf_counter() - start

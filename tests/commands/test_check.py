@@ -8,7 +8,8 @@ import torch
 from timm.layers.attention import Attention as TimmAttention
 from torch import Tensor, nn
 
-from vit.commands.check import check
+from vit.commands.check import check, run
+from vit.commands.config import CheckConfig
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.definitions import read_definitions
 from vit.model.variants import ATTENTION
@@ -106,6 +107,13 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "changed in place": ("B, N, D = x.shape", "B, N, D = x.add_(1).shape", "eval", "in place"),
     "positions": (MASK, "scores = scores + torch.arange(N)", "permuting", "place of a token"),
+    "two softmaxes": (
+        "torch.softmax(scores, dim=-1)", "torch.softmax(torch.softmax(scores, dim=-1), dim=-1)",
+        "rows of weights", "2 softmaxes",
+    ),
+    "repeated in place": ("B, N, D = x.shape", "B, N, D = x.relu_().shape", "eval", "in place"),
+    "dropout that is not applied": ("self.dropout(weights)", "weights", "weights are", "no effect"),
+    "no output projection": ("self.out(heads", "(heads", "equals torch's", "output projection"),
     "mean over tokens": (
         "return self.out(heads.transpose(1, 2).reshape(B, N, D))",
         "return self.out(heads.transpose(1, 2).reshape(B, N, D).mean(1, True).expand(B, N, D))",
@@ -149,6 +157,22 @@ def test_planted_faults_are_found_by_their_row(fault: str, tmp_path: Path) -> No
     found = notable(check(define(tmp_path, RIGHT.replace(old, new))))
     (name,) = [key for key in found if key.startswith(row)]
     assert words in found[name].advice
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("self.out, self.dropout = nn.Linear(dim, dim)",
+     "self.out, self.dropout = nn.utils.skip_init(nn.Linear, dim, dim)"),
+    (SPLIT, ".view(B, N, self.d, self.num_heads).permute(0, 3, 1, 2)"),
+])  # fmt: skip
+def test_zeros_and_interleaved_heads_are_no_fault(old: str, new: str, tmp_path: Path) -> None:
+    source = RIGHT.replace(old, new)
+    assert source != RIGHT
+    if "skip_init" in new:
+        source = source.replace(new, old).replace(
+            "\n    def forward", "\n        nn.init.zeros_(self.out.weight)\n\n    def forward"
+        )
+    rows = check(define(tmp_path, source))
+    assert [row for row in rows if row.result == "failed"] == []
 
 
 def test_what_is_not_found_is_no_failure(tmp_path: Path) -> None:
@@ -225,3 +249,17 @@ class PositionTable(nn.Module):
 def test_rows_of_a_table_that_few_tokens_do_not_use_are_no_fault() -> None:
     rows = {row.property: row.result for row in check(PositionTable)}
     assert rows["all weights get gradients"] == "passed"
+
+
+def test_a_file_of_rows_replaces_only_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ATTENTION, "mine.py:Mine", None)  # removed at the end
+    file, own, other = (tmp_path / name for name in ("mine.py", "rows.json", "package.json"))
+    file.write_text(RIGHT)
+    other.write_text('[{"name": "mine"}]')
+    for target in (own, own):
+        run(f"{file}:Mine", CheckConfig(json=str(target)))
+    with pytest.raises(ValueError, match=r"^out: .*package\.json exists and is not of check"):
+        run(f"{file}:Mine", CheckConfig(json=str(other)))
+    assert other.read_text() == '[{"name": "mine"}]' and '"passed"' in own.read_text()

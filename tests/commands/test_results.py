@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from vit.calibration import Calibration
 from vit.commands.train import train
 from vit.config import Config
 from vit.data.severities import CORRUPTIONS
-from vit.model_file import save_model
+from vit.data.stream import ImageFiles
+from vit.model_file import SavedModel, save_model
 from vit.pretrained.load import load as load_model
 from vit.reporting.model_card import model_card
 from vit.run.folder import written_files
@@ -225,6 +227,46 @@ def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path: Path, call:
     ended = call("cifar10_quick", "predict", photo, "--out", table)
     assert ended.code == 0 and f"{table} exists and will be replaced" in ended.out
     assert [*out.iterdir()] == [table] and table.read_text().count("\n") == 2
+
+
+def test_an_error_keeps_the_rows_so_far(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a worker that was killed."""
+    decode, photos = ImageFiles.decode_all, tmp_path / "in"
+    photos.mkdir()
+    for number in range(40):
+        Image.effect_noise((8, 8), 50).save(photos / f"{number}.png")
+
+    def killed(files: ImageFiles, title: str) -> Any:
+        yield next(decode(files, title))
+        raise ValueError("data.workers: a process ended with exit code -9")
+
+    monkeypatch.setattr(ImageFiles, "decode_all", killed)
+    ended = call("cifar10_quick", "predict", photos, "--out", tmp_path / "all.csv")
+    assert ended.code == 2 and "exit code -9" in ended.error
+    assert (tmp_path / "all_part.csv").read_text().count("\n") == 33
+    assert not (tmp_path / "all.csv").exists() and "classified 32 of 40" in ended.out
+
+
+def test_maps_that_are_interrupted_leave_the_earlier_ones(
+    trained: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (trained / "run", "maps", "--probes", "2", "--faithfulness", "2", "--out", tmp_path)
+    assert call(*words).code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "attention").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedModel, "maps", interrupted)
+        assert call(*words).code == 130
+    assert {path: path.read_bytes() for path in (tmp_path / "attention").iterdir()} == before
+    with monkeypatch.context() as patch:
+        patch.setattr("vit.commands.maps.attention_records", interrupted)
+        assert call(*words).code == 130
+    assert call(*words).code == 0
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 # Precision.

@@ -181,7 +181,7 @@ def test_budget_sets_the_schedule_and_a_resumed_run_is_what_it_would_have_been(
     """The clock says that each step takes 1,000 seconds, and that nothing else takes time."""
     clock = clock_of_steps(monkeypatch, lambda _: 1000.0)
     budget = {"budget_minutes": 1060.0, "compile": False}
-    config = small(tmp_path / "run", train=budget, track={"probes": 0})
+    config = small(tmp_path / "run", train=budget, track={"probes": 0}, model={"patch_size": 8})
     train(config)
     # 97% of 63,600 seconds less 30,000 for two phases of 15 trial steps: 31,692. After an epoch of
     # 320 images, 60 are classified, and 64 for statistics in three quarters of the run, each in a
@@ -233,7 +233,7 @@ def test_a_budget_is_kept_while_other_programs_come_and_go(
         monkeypatch.setattr(build, name, 1)
     clock = clock_of_steps(monkeypatch, lambda now: 6 * slower(now / 600))
     train(small(
-        tmp_path / "run", data={"train_size": 6400}, track={"probes": 0},
+        tmp_path / "run", data={"train_size": 6400}, track={"probes": 0}, model={"patch_size": 8},
         train={"budget_minutes": 10.0, "compile": False},
     ))  # fmt: skip
     assert clock.now == pytest.approx(600, rel=tolerance, abs=6)
@@ -253,7 +253,7 @@ def test_the_epochs_that_a_budget_buys_choose_its_settings(
         run, budget = tmp_path / str(images), {"budget_minutes": 1500.0, "compile": False}
         config = small(
             run, data={"train_size": images}, train=budget, track={"probes": 0},
-            augment={"crop_padding": 0},
+            augment={"crop_padding": 0}, model={"patch_size": 8},
         )  # fmt: skip
         fewer = replace(config, augment=replace(config.augment, crop_padding=3))
         plans = {0.0: fewer, 20.0: config}

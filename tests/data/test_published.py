@@ -23,7 +23,7 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits
 from torchvision import datasets as tv
 
-from small_runs import load
+from small_runs import Payload, load
 from vit.data import published
 from vit.data.config import DataConfig
 from vit.data.datasets import load_training, open_images
@@ -192,16 +192,6 @@ def test_a_failed_or_damaged_download_is_one_line_and_repeated(offer, tmp_path, 
     assert_complete(data)
 
 
-class Program:
-    """What creates a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
-        return Path.touch, (self.file,)
-
-
 def idx(images: bytes, labels: bytes, claimed: int = 2) -> dict[str, bytes]:
     return {
         f"raw/{part}-{kind}-ubyte": content
@@ -223,8 +213,8 @@ def legacy(content: object) -> dict[str, bytes]:
 PIXELS, TWO = bytes(2 * 28 * 28), torch.zeros(2, 28, 28, dtype=torch.uint8)
 DAMAGED: dict[str, tuple[str, list[Callable[[Path], dict[str, bytes]]]]] = {
     "fashion_mnist": ("FashionMNIST", [
-        lambda ran: legacy(Program(ran)),
-        lambda ran: {f"processed/{n}.pt": pickle.dumps(Program(ran)) for n in ("training", "test")},
+        lambda ran: legacy(Payload(ran)),
+        lambda ran: {f"processed/{n}.pt": pickle.dumps(Payload(ran)) for n in ("training", "test")},
         lambda _: legacy({"images": TWO}),
         lambda _: legacy(([[0]], torch.tensor([0, 1]))),
         lambda _: legacy((TWO[:, 1:], torch.tensor([0, 1]))),
@@ -243,9 +233,9 @@ DAMAGED: dict[str, tuple[str, list[Callable[[Path], dict[str, bytes]]]]] = {
         lambda _, text=text: {"images/a": b"", "annotations/trainval.txt": text}
         for text in (b"", b"a", b"a x 1 1", b"a 0 1 1", b"a 2 1 1", b"a %d 1 1" % 2**70)
     ]),
-    "svhn": (".", [lambda ran: {"train_32x32.mat": pickle.dumps(Program(ran))}]),
+    "svhn": (".", [lambda ran: {"train_32x32.mat": pickle.dumps(Payload(ran))}]),
     "flowers102": ("flowers-102", [lambda ran: {
-        "jpg/a": b"", "setid.mat": pickle.dumps(Program(ran)), "imagelabels.mat": b"",
+        "jpg/a": b"", "setid.mat": pickle.dumps(Payload(ran)), "imagelabels.mat": b"",
     }]),
 }  # fmt: skip
 

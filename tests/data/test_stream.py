@@ -247,6 +247,25 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_files_are_read_only_as_far_as_they_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, names = bytes(2 * stream.FIRST_BYTES), "abcdef"
+    contents = [b"short", b"x" + start, b"y" + start, start + b"1", start + b"2", start + b"1"]
+    for name, content in zip(names, contents, strict=True):
+        (tmp_path / name).write_bytes(content)
+    whole: list[str] = []
+    digest = stream._digest
+
+    def watched(file: Any, at: Any, count: int | None) -> object:
+        whole.extend([Path(file).name] if count is None else [])
+        return digest(file, at, count)
+
+    monkeypatch.setattr(stream, "_digest", watched)
+    first = stream.first_copies([str(tmp_path / name) for name in names])
+    assert first.tolist() == [0, 1, 2, 3, 4, 3] and whole == ["d", "e", "f"]
+
+
 def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> None:
     images = open_images(folder(pictures, workers=1), train=True)
     with pytest.raises(SystemExit) as info, user_errors():

@@ -160,7 +160,7 @@ def test_confusion_picture_shows_fractions_of_rows(num_classes: int) -> None:
     # Every image of the first class is taken for the last, though it has but one.
     counts = (1000 * np.eye(num_classes, dtype=int)).tolist()
     counts[0] = [0] * (num_classes - 1) + [1]
-    picture = confusion_picture(counts, ["x"] * num_classes)
+    picture = confusion_picture(counts, ["$" * (1 + n % 3) for n in range(num_classes)])
     full = np.array(matplotlib.colormaps["Blues"](1.0, bytes=True)[:3])
     found = places(picture, full)
     found = found[found[:, 1] < 0.86 * picture.shape[1]]  # not the colour bar

@@ -373,3 +373,30 @@ def test_mean_interval_by_hand():
     assert mean_interval(torch.ones(3)) == (1, 0)
     mean, half_width = mean_interval(torch.tensor([0.25]))
     assert mean == 0.25 and math.isnan(half_width)  # of one image, it is not known
+
+
+class Scaled(nn.Module):
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(2 * x)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [lambda x: F.gelu(x) * 1.7, lambda x: F.silu(x, inplace=True), nn.SiLU(inplace=True)],
+    ids=["scaled", "in place", "module"],
+)
+def test_activations_keep_their_values(activation):
+    x = draw(2, 4)
+    logits, relevance = propagate(Scaled(activation), x, torch.tensor([0, 3]))
+    torch.testing.assert_close(logits, Scaled(activation)(x.clone()))
+    torch.testing.assert_close(relevance.sum(dim=1), logits[[0, 1], [0, 3]])
+
+
+def test_what_has_no_rule_inside_is_refused():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+    with pytest.raises(ValueError, match=r"relevance cannot be passed through nn\.MultiheadAtt"):
+        propagate(lambda x: attention(x, x, x)[0].mean(dim=1), torch.randn(2, 3, 4))

@@ -17,6 +17,7 @@ from vit.explain import statistics
 from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.maps import MAP_KINDS, attention_maps, layout_of
 from vit.explain.rollout import (
+    attention_gradients,
     attention_rollout,
     class_relevance,
     gradient_rollout,
@@ -317,3 +318,19 @@ def test_largest_norm_is_that_of_numpy():
     tokens = torch.randn(3, 4, 12, 8, generator=torch.Generator().manual_seed(0))
     norms = np.linalg.norm(tokens[:, :, 5:].double(), axis=-1)
     check(statistics.largest_patch_norm(list(tokens), 5), norms.max(axis=-1).mean(axis=-1))
+
+
+def test_gradients_of_what_the_logits_do_not_depend_on_are_refused():
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_classes": 5}
+    model = VisionTransformer(**PLAIN | sizes)
+    images, target = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
+    logits, stacked = model(images, need_weights=True)
+    with pytest.raises(ValueError, match=r"^weights: the logits do not depend on these tensors"):
+        attention_gradients(logits, stacked, target)
+    logits, weights, _ = model.forward_intermediates(images)
+    assert all(layer.abs().sum() > 0 for layer in attention_gradients(logits, weights, target))
+
+
+def test_undefined_weights_have_an_undefined_rollout():
+    weights = torch.full((2, 1, 1, 4, 4), torch.nan)
+    assert attention_rollout(weights, readout="mean", num_prefix_tokens=0).isnan().all()

@@ -582,3 +582,18 @@ def test_a_class_token_that_sees_no_patch_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"class token sees only itself, .* --model\.class_token"):
         variants.check_attention(model, GRID, 1)
     variants.check_attention(replace(model, class_token=False, global_pool="avg"), GRID)
+
+
+class Cached(Plain):
+    """Makes a mask for the first tokens that it sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "ones"):
+            self.ones = torch.ones(x.shape[1], 1)
+        return super().forward(x) * self.ones
+
+
+def test_building_a_model_leaves_nothing_in_a_module() -> None:
+    module = WholeAttention(Cached, D, 2, GRID, 1)
+    assert not hasattr(module.module, "ones")
+    assert module(torch.randn(B, N, D)).shape == (B, N, D)

@@ -86,7 +86,7 @@ def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
     for step in (5, 10, 1000):
         save_checkpoint(tmp_path, state(config, step))
     assert checkpoint_steps(tmp_path) == [10, 1000]
-    own = tmp_path / "checkpoints" / "step_best.pt"
+    own = tmp_path / "checkpoints" / "step_00000010_best.pt"
     shutil.copy(own.with_name("step_00000010.pt"), own)
     newest = tmp_path / "checkpoints" / "step_00001000.pt"
     newest.write_bytes(newest.read_bytes()[:1000])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,17 @@ def test_other_data_or_another_model_is_refused_even_if_changes_are_allowed(
     words = rf"an unfinished run with other data .*\({group}\.{key}: "
     with pytest.raises(ValueError, match=words):
         check_run(other, overwrite=False, environment=HOW, allow_changes=True)
+
+
+def test_a_copy_of_a_checkpoint_and_a_config_of_another_program_are_kept(
+    unfinished: Config, tmp_path: Path
+) -> None:
+    run, copy = Path(unfinished.out), Path(unfinished.out) / "checkpoints/step_00000007_best.pt"
+    shutil.copy(next(run.glob("checkpoints/*.pt")), copy)
+    prepare_run(unfinished, resume=False)
+    assert [*run.glob("checkpoints/*")] == [copy]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text("data: {}\nmodel: {}\noptim: {}\ntrain: {}  # mine\n")
+    with pytest.raises(ValueError, match="files other than a run"):
+        check_run(replace(unfinished, out=str(other)), overwrite=True, environment=HOW)

@@ -17,7 +17,7 @@ from small_runs import UNIFORM, StopAt, load, make_step, small
 from vit.config import Config, StoredConfig, to_dict
 from vit.distributed.shard import needs_shards, replicate, to_full
 from vit.distributed.world import Stopped, World
-from vit.model.variants import load_attention
+from vit.model.variants import ATTENTION, load_attention
 from vit.pretrained.load import load as load_model
 from vit.run.checkpoint import (
     Checkpoint,
@@ -231,8 +231,11 @@ def test_another_number_of_processes_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_parts_are_read_without_what_the_run_did_not_have(tmp_path: Path) -> None:
+def test_parts_are_read_without_what_the_run_did_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parameters without gradients have no state; a moving average may begin later."""
+    monkeypatch.setitem(ATTENTION, "unused.py:Uniform", None)  # removed at the end
     (tmp_path / "unused.py").write_text(UNIFORM)
     load_attention(f"{tmp_path}/unused.py:Uniform")
     states = []

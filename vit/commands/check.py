@@ -1,5 +1,7 @@
 """`eval.py FILE:NAME check`: what is wrong with an attention, one property a row."""
 
+import contextlib
+import json
 import statistics
 import time
 from dataclasses import asdict
@@ -10,12 +12,13 @@ from torch import Tensor, nn
 
 from vit.commands.config import CheckConfig
 from vit.console import printable, say, shorten
-from vit.files import write_json
-from vit.model.attention import Attention
+from vit.files import require_file, write_json
+from vit.model.arguments import Attention, with_all_arguments
 from vit.model.attention_properties import properties
-from vit.model.variants import attention_of, load_attention, place_of, with_all_arguments
+from vit.model.variants import attention_of, load_attention, place_of
 from vit.model.watch import B, D, N, Row, trial_heads
 from vit.model.whole_attention import build_attention
+from vit.reporting.loading import require_replaceable
 from vit.seeding import generator
 
 
@@ -27,14 +30,24 @@ def run(name: str, options: CheckConfig) -> None:
         SystemExit: With code 1, if a property fails that a Vision Transformer needs.
     """
     load_attention(name)
+    if options.json:
+        target = Path(options.json)
+        require_replaceable(_is_own(target), [target], "is not of check --json")
     rows = check(attention_of(name))
     say(f"{printable(name)}, tried with {B} images of {N} tokens of width {D}\n")
     say("\n".join(map(str, rows)))
     if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(options.json), [asdict(row) for row in rows])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_json(target, [asdict(row) for row in rows])
     if any(row.result == "failed" for row in rows):
         raise SystemExit(1)
+
+
+def _is_own(path: Path) -> bool:
+    """Tell whether a file has the rows of an earlier call."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return bool([Row(**row) for row in json.loads(require_file(path).read_bytes())])
+    return False
 
 
 def check(attention: Attention, with_cost: bool = True) -> list[Row]:
@@ -48,7 +61,7 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
     rows: list[Row] = []
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # only the CPU's
             rows.extend(properties(attention))
             rows.extend([cost(attention)] if with_cost else [])
     except Exception as error:  # whatever their code raises

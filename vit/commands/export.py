@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vit.classifier import Classifier
+from vit.classifier import Classifier, most_with_weights
 from vit.commands.config import ExportConfig
 from vit.commands.maps import log_test_images
 from vit.console import printable, say
@@ -130,14 +130,16 @@ def _loader(preprocess: Preprocess) -> bytes:
 def largest_difference(classifier: Classifier, run: Runner) -> float:
     """Return the largest difference between the calibrated logits of a classifier and its export.
 
-    For our VisionTransformer, need_weights=True avoids torch's fused kernel: the export is compared
-    with attention as it is written.
+    Our VisionTransformer returns its weights, which avoids torch's fused kernel: the export is
+    compared with attention as it is written.
     """
-    preprocess, model = classifier.preprocess, classifier.model
+    preprocess, model, at_once = classifier.preprocess, classifier.model, CHECKED_AT_ONCE
     shape = (CHECKED, preprocess.channels, *preprocess.image_size)
     noise = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, "export"))
-    is_ours, differences = isinstance(model, VisionTransformer), []
-    for part in classifier.normalize(noise).split(CHECKED_AT_ONCE):
-        logits = model(part, need_weights=True)[0] if is_ours else model(part)
+    differences, reader = [], model if isinstance(model, VisionTransformer) else None
+    if reader is not None:
+        at_once = most_with_weights(model, at_once, *preprocess.image_size)
+    for part in classifier.normalize(noise).split(at_once):
+        logits = model(part) if reader is None else reader.forward_intermediates(part)[0]
         differences.append((run(part) - classifier.scaled(logits)).abs().max())
     return torch.stack(differences).max().item()

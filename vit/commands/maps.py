@@ -56,7 +56,7 @@ def run(name: str, options: MapsConfig) -> None:
     test = load_test(saved, options.data.root)
     indices = _choose_indices(test, options)
     folder = results_folder(saved, options.out, ATTENTION_FOLDER, root=options.data.root)
-    _empty_folder(folder)
+    require_own(folder, INDEX_FILE, {"readout", "maps", "images"}, ["*"], "maps")
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     _write_maps(saved, test, indices, kinds, target, options.batch_size, rollout, folder)
     say(
@@ -91,10 +91,9 @@ def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
 
 
 def _empty_folder(folder: Path) -> None:
-    """Create a folder for maps, or delete an earlier call's files except faithfulness.json."""
-    require_own(folder, INDEX_FILE, {"readout", "maps", "images"}, ["*"], "maps")
+    """Create a folder for maps, or delete an earlier call's files but its index and table."""
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in set(ATTENTION_FILES) - {TABLE_FILE}:
+    for pattern in {*ATTENTION_FILES} - {TABLE_FILE, INDEX_FILE}:
         for path in folder.glob(pattern):
             path.unlink()
 
@@ -140,6 +139,7 @@ def _write_maps(
             for row, index in enumerate(indices.tolist())
         ],
     }
+    _empty_folder(folder)
     # Written first, because it marks the folder as one that the next call may empty.
     write_json(folder / INDEX_FILE, content)
     captions = captions_of(logits, chosen.labels, classes)

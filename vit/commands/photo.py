@@ -46,7 +46,7 @@ def run(name: str, options: PhotoConfig) -> None:
         if explanation is not None:
             # Photos of the same name may be in different folders.
             place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:6]
-            stem = os.fsdecode(os.fsencode(path.stem)[:200])  # of the 255 bytes of a name
+            stem = os.fsencode(path.stem)[:200].decode(errors="ignore")  # a name has 255 bytes
             sheet = folder / f"{stem}_{place}{SHEET_SUFFIX}"
             folder.mkdir(parents=True, exist_ok=True)
             dataclasses.replace(explanation, name=path.name).save(sheet)

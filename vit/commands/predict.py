@@ -30,7 +30,8 @@ COLUMNS = "file,class,probability,class_1,"  # the first of a table
 def run(name: str, options: PredictConfig) -> Path:
     """Classify image files and write a table with a row for each.
 
-    The table appears when it is complete, and NAME_part.csv with the rows so far after Ctrl-C.
+    The table appears when it is complete, and NAME_part.csv with the rows so far after Ctrl-C or
+    an error.
     Memory grows only with the list of files.
 
     Returns:
@@ -54,21 +55,24 @@ def run(name: str, options: PredictConfig) -> Path:
     if table.exists():
         say(f"{printable(table)} exists and will be replaced when all files are classified")
     start, count, first = time.perf_counter(), 0, list[dict[str, Any]]()
+    failures: list[ValueError] = []
     with contextlib.suppress(Stopped), stop_on_signals() as stop, stop.deferred():
-        rows = _rank_files(saved, paths, options, stop)
+        rows = _rank_files(saved, paths, options, stop, failures)
         if first := list(itertools.islice(rows, SHOWN + 1)):
             table.parent.mkdir(parents=True, exist_ok=True)
             count = write_table(part, itertools.chain(first, rows))
-    if not (count or stop.signal):
+    if not (count or stop.signal or failures):
         raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
     speed = count / (time.perf_counter() - start)
-    place = part if stop.signal else part.replace(table)
+    place = part if stop.signal or failures else part.replace(table)
     wrote = f"; wrote {printable(place)}" if count else ""
     for row in first if count <= SHOWN else ():
         say(f"{printable(row['file'])}: {printable(row['class'])} ({row['probability']:.1%})")
     say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s{wrote}")
     if stop.signal:
         raise KeyboardInterrupt
+    for error in failures:
+        raise error
     return table
 
 
@@ -81,10 +85,14 @@ def _is_table(path: Path) -> bool:
 
 
 def _rank_files(
-    classifier: Classifier, paths: list[Path], options: PredictConfig, stop: StopRequest
+    classifier: Classifier,
+    paths: list[Path],
+    options: PredictConfig,
+    stop: StopRequest,
+    failures: list[ValueError],
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
-    decoded = itertools.takewhile(lambda _: not stop.signal, _decode(classifier, paths))
+    decoded = itertools.takewhile(lambda _: not stop.signal, _decode(classifier, paths, failures))
     while batch := list(itertools.islice(decoded, options.batch_size)):
         files, images = zip(*batch, strict=True)
         logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
@@ -102,12 +110,20 @@ def _rank_files(
         yield from rows
 
 
-def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:
-    """Read files in worker processes; yield path and image (channels, H, W) uint8, in order."""
+def _decode(
+    classifier: Classifier, paths: list[Path], failures: list[ValueError]
+) -> Iterator[tuple[Path, Tensor]]:
+    """Read files in worker processes; yield path and image (channels, H, W) uint8, in order.
+
+    If a worker ends, no more images follow, and the error is among the failures.
+    """
     files = ImageFiles(tuple(map(str, paths)), classifier.preprocess)
-    for start, images, problems in files.decode_all("predict"):
-        for number, image in enumerate(images):
-            if number in problems:
-                warn_skipped(problems[number])
-            else:
-                yield paths[start + number], image
+    try:
+        for start, images, problems in files.decode_all("predict"):
+            for number, image in enumerate(images):
+                if number in problems:
+                    warn_skipped(problems[number])
+                else:
+                    yield paths[start + number], image
+    except ValueError as error:
+        failures.append(error)

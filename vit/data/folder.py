@@ -33,7 +33,8 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links there add nothing
     files = list[UserFile]()
     for folder in (part, *(parts[2:] if train else ())):
-        for name in classes:
+        # Named as they are, because some systems find train/cat where there is train/Cat.
+        for name in sorted(own.name for own in visible_folders(folder)):
             images, others = image_files(folder / name, seen)
             note_unused(folder, others, "not images")
             files += [UserFile(path, name, folder != part) for path in images]

@@ -3,6 +3,7 @@
 Shapes: N images, B batch, C classes, H height, W width.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -72,7 +73,7 @@ class ImageSet:
         if isinstance(origin, int):
             return f"no. {origin}"
         path = origin if isinstance(origin, str) else f"{origin.shard}{os.sep}{origin.name}"
-        return path.removeprefix(f"{self.folder}{os.sep}")
+        return path.removeprefix(f"{self.folder}{os.sep}").replace(os.sep, "/")
 
     def entry(self, index: int) -> dict[str, Any]:
         """Return what a table or a JSON file calls an image: its index, and its file if any."""
@@ -112,6 +113,13 @@ class ImageSet:
     def class_counts(self) -> list[int]:
         """Count the images of each class."""
         return self.labels.bincount(minlength=len(self.classes)).tolist()
+
+
+def _relative(path: str, folder: Path) -> str:
+    """Return a path relative to a folder, unless it is on another drive, as on all systems."""
+    with contextlib.suppress(ValueError):
+        path = os.path.relpath(path, folder)
+    return path.replace(os.sep, "/")
 
 
 def _check_names(classes: Sequence[str], folder: Path) -> None:
@@ -185,7 +193,7 @@ def user_files(
         )
     if listed is None:
         pairs = zip(paths, labels.tolist(), strict=True)
-        lines = (f"{os.path.relpath(str(path), folder)}\0{label}\n" for path, label in pairs)
+        lines = (f"{_relative(str(path), folder)}\0{label}\n" for path, label in pairs)
         listed = "".join(lines).encode(errors="surrogateescape")
     fraction = (fraction or TEST_FRACTION) if split else None
     first = first_copies(paths)

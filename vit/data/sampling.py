@@ -79,12 +79,12 @@ def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: i
     Raises:
         ValueError: A class would be left without training images.
     """
-    if size is None:
-        size = HELD_OUT if len(labels) >= LARGE_SET else HELD_OUT_FRACTION
-    if size < 1:
-        return fraction_per_class(labels, size, seed, "data.val_size")
     counts = labels.bincount(minlength=len(classes)).tolist()
     most = sum(max(n - 1, 0) for n in counts)
+    if size is None:
+        size = min(HELD_OUT, most) if len(labels) >= LARGE_SET else HELD_OUT_FRACTION
+    if size < 1:
+        return fraction_per_class(labels, size, seed, "data.val_size")
     reason = f"every class keeps at least one training image ({describe_counts(classes, counts)})"
     allowed = f"a fraction such as 0.1, or at most {most}, because {reason}"
     require(size <= most, "data.val_size", size, allowed)
@@ -170,8 +170,7 @@ def class_weights(counts: Sequence[int]) -> Tensor:
     """Weigh classes by their inverse frequency, as scikit-learn's class_weight="balanced" does.
 
     A class with n >= 1 of N images in C classes gets N / (C n). The mean over the training images
-    is 1, so the loss keeps its scale. With probabilities as targets, torch's `cross_entropy`
-    divides by the number of images, so the mean over micro-batches is that of the whole batch.
+    is 1, so the loss keeps its scale.
     """
     images = torch.tensor(counts, dtype=torch.float32)
     return images.sum() / (len(counts) * images)

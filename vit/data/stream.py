@@ -20,7 +20,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from vit.data.preprocess import Preprocess
 from vit.hardware import local_processes, usable_cores
 
 FEW = 200  # files; starting processes takes longer than reading fewer
+FIRST_BYTES = 4096  # of a file, which tell nearly all files of a size apart
 AT_ONCE = 32  # files that a worker decodes in one go where all files are read
 UNREADABLE = "restore, replace or delete it, or train with --data.on_bad_image skip"
 MOST_WORKERS = 16  # unless data.workers says otherwise
@@ -46,11 +47,17 @@ Decoded = tuple[np.ndarray, dict[int, str]]
 def first_copies(files: Sequence[ImageFile | int]) -> Tensor:
     """Return for each file the index of the first with the same bytes, e.g. its link: (N,) int64.
 
-    Nothing is decoded, and files of a unique size are not read. A number has no copies.
+    Nothing is decoded. Only files whose size and first bytes are equal are read completely. A
+    number has no copies.
     """
     stats = [_stat(file) for file in files]
-    sizes, pairs = Counter(size for size, _ in stats), zip(files, stats, strict=True)
-    keys = (_digest(file, at) if at[0] and sizes[at[0]] > 1 else file for file, at in pairs)
+    keys: list[object] = [at[:1] if at[0] else file for file, at in zip(files, stats, strict=True)]
+    for count in (FIRST_BYTES, None):
+        number, triples = Counter(keys), zip(keys, files, stats, strict=True)
+        keys = [
+            (key, _digest(file, at, count)) if at[0] and number[key] > 1 else key
+            for key, file, at in triples
+        ]
     first = dict[object, int]()
     return torch.tensor([first.setdefault(key, index) for index, key in enumerate(keys)])
 
@@ -64,9 +71,12 @@ def _stat(file: ImageFile | int) -> tuple[int, int]:
 
 
 @functools.cache  # images are listed several times in a run
-def _digest(file: ImageFile, stat: tuple[int, int]) -> object:
+def _digest(file: ImageFile, stat: tuple[int, int], count: int | None) -> object:
+    """Return a digest of a file, or of its first bytes."""
     try:
         with Path(file).open("rb") if isinstance(file, str) else file.open() as stream:
+            if count is not None:
+                return hashlib.sha256(stream.read(count)).digest()
             return hashlib.file_digest(stream, "sha256").digest()
     except OSError:  # decoding reports it
         return file
@@ -167,9 +177,10 @@ class ImageFiles:
         for pixels, problems in self._decode([batch.tolist() for batch in batches]):
             _require_readable(problems.values())
             images = torch.from_numpy(pixels)
-            if self.device.type == "cuda":
+            is_cuda = self.device.type == "cuda"
+            if is_cuda:
                 images = images.pin_memory()  # or the copy would not be asynchronous
-            yield images.to(self.device, non_blocking=True)
+            yield images.to(self.device, non_blocking=is_cuda)
 
     def read(self) -> Tensor:
         """Decode all images into one tensor (N, C, H, W) uint8 on the device."""
@@ -205,6 +216,9 @@ class ImageFiles:
             for number in range(count + len(files)):
                 process, pipe = workers[number % count]  # they take turns
                 try:
+                    # On Windows, a pipe stays open if its process fails to start.
+                    if number >= count and pipe not in wait([pipe, process.sentinel]):
+                        raise EOFError
                     answer = pipe.recv() if number >= count else None
                     if number < len(files):
                         pipe.send(files[number])

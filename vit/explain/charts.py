@@ -47,8 +47,9 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     if len(classes) <= NAMED:
         names = [shorten(name, NAME_WIDTH) for name in classes]
         font = FontProperties(fname=font_file("".join(names)), size=10 if few else 7)
-        axis.set_xticks(range(len(names)), names, fontproperties=font, rotation=90)
-        axis.set_yticks(range(len(names)), names, fontproperties=font)
+        style = {"fontproperties": font, "parse_math": False}  # a name may have $ signs
+        axis.set_xticks(range(len(names)), names, rotation=90, **style)
+        axis.set_yticks(range(len(names)), names, **style)
     if few:
         for (row, column), share in np.ndenumerate(percent.numpy()):
             if share > 0.5:

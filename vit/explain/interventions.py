@@ -112,6 +112,9 @@ def gated_weights(model: nn.Module, gates: Tensor, prefix: str = "") -> dict[str
     gated, blocks = {}, cast(Any, model).blocks
     for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
         if isinstance(block.attn, WholeAttention):
+            if not block.attn.has_softmax and block.attn.num_heads > 1:
+                name = type(block.attn.module).__name__
+                raise ValueError(f"{name} computes no softmax, so none of its heads can be muted")
             gated[f"{prefix}blocks.{layer}.attn.gates"] = gates[layer]
             continue
         proj, name = block.attn.proj, f"{prefix}blocks.{layer}.attn.proj"

@@ -87,8 +87,8 @@ def fixed_ratio(function: Function, x: Tensor, *args: Any, **kwargs: Any) -> Ten
     return x * (function(nonzero, *args, **kwargs) / nonzero)
 
 
-def fixed_activation(function: Function, x: Tensor, **kwargs: Any) -> Tensor:
-    """Apply an activation as `fixed_ratio` does, so that `half_each` knows it."""
+def fixed_activation(function: Function, x: Tensor, inplace: bool = False, **kwargs: Any) -> Tensor:
+    """Apply an activation as `fixed_ratio` does, never in place, so that `half_each` knows it."""
     y: Any = fixed_ratio(function, x, **kwargs)
     y.is_activation = True
     return y
@@ -96,7 +96,9 @@ def fixed_activation(function: Function, x: Tensor, **kwargs: Any) -> Tensor:
 
 def half_each(multiply: Function, x: Any, other: Any) -> Tensor:
     """Multiply; in a gated MLP, each of the two factors gets half of the product's relevance."""
-    if not any(getattr(factor, "is_activation", False) for factor in (x, other)):
+    factors = [factor for factor in (x, other) if isinstance(factor, Tensor)]
+    is_gate = any(getattr(factor, "is_activation", False) for factor in factors)
+    if len(factors) < 2 or not is_gate:
         return multiply(x, other)
     return (x.detach() * other + x * other.detach()) / 2
 
@@ -130,6 +132,11 @@ def scaled_terms(
     return _SameSign.apply(y * scale + shift, size * scale.abs() + shift.abs())
 
 
+def refuse(*_: Any, **__: Any) -> Tensor:
+    """Stop at a function that has no rule and calls others unseen."""
+    raise ValueError("relevance cannot be passed through nn.MultiheadAttention of torch")
+
+
 class _SameSign(torch.autograd.Function):
     """Sums y, with relevance only for terms of their sign; size sums the terms' absolute values.
 
@@ -153,6 +160,7 @@ class _SameSign(torch.autograd.Function):
 # torch passes all arguments of a norm, those without a default by position and the others by name.
 RULES: dict[Any, Function] = {
     F.scaled_dot_product_attention: fixed_weights,
+    F.multi_head_attention_forward: refuse,
     F.softmax: fixed_result,
     torch.softmax: fixed_result,
     Tensor.softmax: fixed_result,

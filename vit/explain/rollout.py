@@ -42,7 +42,7 @@ def fuse_heads(
         kept = to_patches.masked_fill(to_patches < lowest_kept, 0.0)
         fused = torch.cat([fused[..., :num_prefix_tokens], kept], dim=-1)
     total = fused.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, fused / total, torch.eye(fused.shape[-1], device=fused.device))
+    return torch.where(total == 0, torch.eye(fused.shape[-1], device=fused.device), fused / total)
 
 
 def attention_rollout(
@@ -134,12 +134,21 @@ def attention_gradients(
     """Differentiate logits (B, C) of the target classes (B,) by the weights that they depend on.
 
     A single backward pass serves the whole batch, because in evaluation mode an image's logits do
-    not depend on the other images. keep_graph leaves the graph for another class. Weights that are
-    constants, or that the logits do not depend on, have gradients of zero.
+    not depend on the other images. keep_graph leaves the graph for another class. Constant weights
+    have gradients of zero; so that no others seem constant, the images must require gradients if
+    parameters are frozen.
+
+    Raises:
+        ValueError: The logits do not depend on the weights, such as a stack of them.
     """
     chosen = logits.gather(1, target[:, None]).sum()
     free = [layer if layer.requires_grad else layer.detach().requires_grad_() for layer in weights]
-    return torch.autograd.grad(chosen, free, retain_graph=keep_graph, materialize_grads=True)
+    found = torch.autograd.grad(chosen, free, retain_graph=keep_graph, allow_unused=True)
+    if any(layer.requires_grad for layer in weights) and all(part is None for part in found):
+        hint = "pass those of forward_intermediates, layer by layer, as they are"
+        raise ValueError(f"weights: the logits do not depend on these tensors; {hint}")
+    pairs = zip(found, free, strict=True)
+    return tuple(torch.zeros_like(layer) if part is None else part for part, layer in pairs)
 
 
 def _support(layer: Tensor, gradient: Tensor) -> Tensor:

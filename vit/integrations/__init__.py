@@ -49,11 +49,16 @@ class AttentionLog:
             raise ValueError(f"{reason}; leave out AttentionCallback, or name a model=") from error
 
     def add(self, writer: Any, model: nn.Module, step: int, read: Callable[..., Any]) -> None:
-        """Log at a step that is due; `read` returns what `add_attention` takes."""
+        """Log at a step that is due; `read` returns what `add_attention` takes.
+
+        All processes call this, because they may share the weights; one of them has a writer.
+        """
         if step % self.every or step == self.last:  # the same in parts of an accumulated batch
             return
         self.last = step
         seen = self._see(model, read)
+        if writer is None:
+            return
         try:
             add_attention(writer, "attention", self.images, step=step, **{**seen, **self.shown})
         except ValueError as error:  # such as rows that do not sum to 1

@@ -25,8 +25,8 @@ class AttentionCallback(AttentionLog, TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log if the step is due."""
-        if state.is_world_process_zero:
-            self.add(self.writer, self.model or kwargs["model"], state.global_step, _read)
+        writer = self.writer if state.is_world_process_zero else None
+        self.add(writer, self.model or kwargs["model"], state.global_step, _read)
 
 
 def _read(model: Any, inputs: Tensor) -> dict[str, Any]:

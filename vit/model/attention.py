@@ -4,7 +4,6 @@ Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In sel
 and keys come from the same tokens, so M = N.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +12,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit.model.arguments import Attention, accepted_arguments, with_all_arguments
 from vit.model.dropout import Dropout
 from vit.model.fused_kernel import uses_fused_kernel
 from vit.model.positions import REL_POS, Grid
-
-# A function like `scaled_dot_product_attention`, a module class whose forward is one and whose
-# constructor takes num_heads and head_dim, or the class of a whole module, see
-# `vit.model.whole_attention`. Any of these may take the arguments in `PLACE` too.
-Attention = Callable[..., tuple[Tensor, Tensor]] | type[nn.Module]
-PLACE = ("grid", "num_prefix_tokens")  # patches follow num_prefix_tokens, row by row
 
 
 def scaled_dot_product_attention(
@@ -110,13 +104,6 @@ def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tens
     return heads
 
 
-def accepted_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a function or a constructor has arguments for."""
-    parameters = inspect.signature(function).parameters.values()
-    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    return {name: value for name, value in values.items() if name in names}
-
-
 class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
@@ -176,10 +163,11 @@ class MultiHeadSelfAttention(nn.Module):
         self.grid = grid or (0, 0)
         self.rel_pos = REL_POS[rel_pos](num_heads, head_dim, self.grid, num_prefix_tokens)
         place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+        attend = attention and with_all_arguments(attention)
         self.attention = (
-            attention(num_heads, head_dim, **accepted_arguments(attention, place))
-            if isinstance(attention, type)
-            else attention
+            attend(num_heads=num_heads, head_dim=head_dim, **accepted_arguments(attend, place))
+            if isinstance(attend, type)
+            else attend
         )
         function: Any = getattr(self.attention, "forward", self.attention)
         # What `forward` passes on, besides queries, keys, values, mask and dropout.
@@ -225,7 +213,7 @@ class MultiHeadSelfAttention(nn.Module):
         bias = self.rel_pos.bias(grid)
         bias = None if bias is None else bias.to(query.dtype)
         attend = self.attention or scaled_dot_product_attention
-        dropping = self.training and self.attn_drop.p > 0
+        dropping = self.attn_drop.training and self.attn_drop.p > 0
         may_fuse = self.attention is None and mask is None and not (need_weights or dropping)
         if may_fuse and uses_fused_kernel(attend, query.device, query.dtype):
             heads = F.scaled_dot_product_attention(query, key, value, bias)

@@ -71,7 +71,7 @@ def compare_with_torch(subject: Subject, seen: Watch, pair: Pair | None) -> Row:
     last = [module for module in subject.modules() if isinstance(module, nn.Linear)][-1:]
     # The output itself, if it is the same for all tokens, would pass as values.
     final = [number for number, x in enumerate(seen.projections) if torch.equal(x, seen.output)]
-    far = math.inf
+    far = alone = math.inf  # alone: of heads without an output projection
     values = seen.by_head(pair.query.shape[1])
     for value in (part for (number, _), part in values.items() if number not in final):
         heads = F.scaled_dot_product_attention(pair.query, pair.key, value)
@@ -80,7 +80,13 @@ def compare_with_torch(subject: Subject, seen: Watch, pair: Pair | None) -> Row:
             outputs = [merged] + [x(merged) for x in last if x.in_features == merged.shape[-1]]
         same = [output for output in outputs if output.shape == seen.output.shape]
         far = min([far, *((output - seen.output).abs().max().item() for output in same)])
+        if merged.shape == seen.output.shape and pair.query.shape[1] > 1:
+            alone = min(alone, (merged - seen.output).abs().max().item())
     if far == math.inf:
         return Row(what, "unknown", "", "its values were not found")
     advice = "it computes something else than softmax(QKᵀ / √d) V of its projections"
-    return judge(what, not far < CLOSE, advice, f"off by {far:.2g}", is_choice=True)
+    if alone < CLOSE:
+        advice = "its heads are joined without an output projection, nn.Linear(dim, dim)"
+    return judge(
+        what, not far < CLOSE or alone < CLOSE, advice, f"off by {far:.2g}", is_choice=True
+    )

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from vit.console import shorten
 from vit.hardware import autocast
-from vit.model.attention import Attention
+from vit.model.arguments import Attention, FewerArguments
 from vit.model.attention_projections import check_scale, compare_with_torch, match_projections
-from vit.model.variants import FewerArguments
 from vit.model.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
 from vit.model.whole_attention import (
     DROPOUTS,
@@ -35,6 +34,9 @@ def properties(attention: Attention) -> Iterator[Row]:
     )
     heads, drop = trial_heads(attention), 0.0 if no_dropout else 0.5
     subject = build_attention(attention, D, heads, grid=GRID, attn_drop=drop).eval()
+    for module in subject.modules():  # as in a model, where zeros would hide every fault
+        if isinstance(module, nn.Linear) and not module.weight.any():
+            module.reset_parameters()
     tokens = torch.randn(B, N, D, generator=generator(0, "check"))
     yield (repeats := _repeats(subject, tokens))
     if repeats.result == "failed":
@@ -55,7 +57,7 @@ def properties(attention: Attention) -> Iterator[Row]:
     own = subject if isinstance(subject, WholeAttention) else subject.attention
     takes_mask = getattr(own, "mask_name", "") is not None
     yield _mask(subject, tokens, seen) if takes_mask else _no_mask(subject)
-    yield _dropout(subject, tokens, seen)
+    yield _dropout(subject, tokens, seen, drop)
     yield _residual(subject, tokens)
     yield _gradients(subject, tokens, seen)
     if pair is not None:
@@ -75,7 +77,8 @@ def _repeats(subject: Subject, tokens: Tensor) -> Row:
         advice = "the input is changed in place: write x = x + y, not x += y"
     elif not outputs[0].isfinite().all():
         advice = "the output is NaN or infinite: does a row of scores hide every key?"
-    return judge("evaluation is deterministic", far != 0, advice, f"off by {far:.1g}")
+    is_wrong = far != 0 or not torch.equal(given, tokens)
+    return judge("evaluation is deterministic", is_wrong, advice, f"off by {far:.1g}")
 
 
 def _images(subject: Subject, tokens: Tensor) -> Row:
@@ -126,7 +129,7 @@ def _sums(seen: Watch) -> Row:
     what, number = "rows of weights sum to 1", f"off by {far['keys']:.1g}"
     axis = next((name for name in axes if far[name] < CLOSE), "")
     if axis == "keys":
-        is_wrong = seen.softmaxes not in (0, 1, seen.weights.shape[1])
+        is_wrong = seen.softmaxed not in (0, seen.weights.numel())
         advice = f"there are {seen.softmaxes} softmaxes; one is enough"
         return judge(what, is_wrong, advice, number, is_choice=True)
     if axis:
@@ -143,7 +146,8 @@ def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     order = torch.randperm(N, generator=generator(1, "check"))
     moved = Watch.run(subject, tokens[:, order])
     far = (moved.output - seen.output[:, order]).abs().max().item()
-    is_mixed = _mixes_tokens(subject, tokens)
+    convolves = any("Conv" in type(module).__name__ for module in subject.modules())
+    is_mixed = not convolves and _mixes_tokens(subject, tokens)
     advice = "the place of a token matters: positions, or an order, as with a causal mask"
     if is_mixed:
         advice = "tokens are mixed between heads: split the width with view(B, N, heads, d), then "
@@ -163,8 +167,8 @@ def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
 
 
 def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
-    """Check that a part of a projection, the width of a head, changes the weights of one head."""
-    what, heads, width = "heads are independent", subject.num_heads, D // subject.num_heads
+    """Check that a column of a projection, or the part of a head, changes the weights of one."""
+    what, heads = "heads are independent", subject.num_heads
     first, *others = seen.weights.unbind(dim=1)
     varies = bool((first[0] - first[1]).abs().max() > CLOSE)
     if others and varies and all(torch.allclose(first, other, atol=CLOSE) for other in others):
@@ -173,14 +177,14 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         return Row(what, "failed", "all heads have the same weights", advice)
     for number, output in enumerate(seen.projections):
         noise = torch.zeros_like(output)
-        part = noise[..., :width]
+        part = noise[..., :1]  # the columns of a head may be anywhere
         if output.ndim == 4:  # (B, H, N, d) or (B, N, H, d)
             part = noise[:, 0] if output.shape[1] == heads else noise[:, :, 0]
         part[:] = 1 + torch.rand(part.shape[-1], generator=generator(2, "check"))
         weights = Watch.run(subject, tokens, add={number: noise}).weights
         changed = int(((weights - seen.weights).abs().amax(dim=(0, 2, 3)) > CLOSE).sum())
         if changed:
-            effect = f"a part of a projection, {width} wide, changes {changed} of {heads}"
+            effect = f"a part of a projection changes {changed} of {heads}"
             advice = "heads are mixed: each needs its own part of queries and keys"
             return judge(what, changed != 1, advice, effect)
     return Row(what, "unknown", "", "no projection changes the weights")
@@ -232,16 +236,19 @@ def _no_mask(subject: Subject) -> Row:
     return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")
 
 
-def _dropout(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
+def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     """Check that dropout acts on the weights, and that those returned are from before it."""
     dropping = copy.deepcopy(subject).train()
     with torch.no_grad(), Watch() as watch:
         if isinstance(dropping, WholeAttention):  # what the module itself returns
-            _, weights = dropping.call(tokens)
+            output, weights = dropping.call(tokens)
         else:
-            _, weights = dropping(tokens, need_weights=True)
-    lost = weights is not None and _share_of_zeros(weights, seen.weights) > 0.1
-    are_scores = watch.scores is not None and _share_of_zeros(watch.scores, seen.scores) > 0.1
+            output, weights = dropping(tokens, need_weights=True)
+    lost = weights is not None and _share_of_zeros(weights, seen.weights) > 0.01
+    are_scores = watch.scores is not None and _share_of_zeros(watch.scores, seen.scores) > 0.01
+    if drop and torch.allclose(output, seen.output):
+        advice = "it takes dropout, but never applies it, so attn_drop_rate has no effect"
+        return Row("weights are from before dropout", "remark", "", advice)
     advice = "it returns weights after dropout; those before are shown"
     if are_scores:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"

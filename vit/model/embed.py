@@ -6,34 +6,17 @@ number does not determine it. Patches follow each other row by row.
 Shapes: B batch, C colour channels, D token width, P patches (rows x columns).
 """
 
-from functools import wraps
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.fx
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit.model.graphs import leaf_of_graphs
 from vit.model.positions import Grid, coordinates
 
 WHITENING_EPS = 1e-2
-
-
-def leaf_of_graphs(forward: Any) -> Any:
-    """Keep a module as one node of torch.fx's graphs, because it cannot follow its branches.
-
-    torchvision's `create_feature_extractor` reads layers from such a graph.
-    """
-
-    @wraps(forward)
-    def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, torch.fx.Proxy):
-            return forward(module, x, *args, **kwargs)
-        tracer: Any = x.tracer
-        return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, *args), kwargs)
-
-    return call
 
 
 class PatchEmbed(nn.Module):
@@ -196,5 +179,7 @@ def resample_pos_embed(
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
     patches = rearrange(patches, "one (h w) d -> one d h w", h=old_grid[0], w=old_grid[1])
-    patches = F.interpolate(patches, new_grid, mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([prefix, rearrange(patches, "one d h w -> one (h w) d")], dim=1)
+    wide = patches.to(torch.promote_types(patches.dtype, torch.float32))  # also of bfloat16
+    wide = F.interpolate(wide, new_grid, mode="bicubic", antialias=True, align_corners=False)
+    patches = rearrange(wide.to(patches.dtype), "one d h w -> one (h w) d")
+    return torch.cat([prefix, patches], dim=1)

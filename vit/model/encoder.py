@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vit.model.attention import MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
-from vit.model.embed import leaf_of_graphs
+from vit.model.graphs import leaf_of_graphs
 from vit.model.positions import Grid
 from vit.model.whole_attention import WholeAttention
 
@@ -53,7 +53,7 @@ class Mlp(nn.Module):
 
     Args:
         drop: Dropout probability after each layer.
-        conv: Mixes neighbouring patches after the first layer (arXiv 2210.05844); None does not.
+        conv: Mixes neighbouring patches after the first layer (arXiv 2210.05958); None does not.
         act_layer: Kind of GELU, a key of `ACTIVATIONS`, or else a ValueError.
     """
 

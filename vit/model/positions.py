@@ -124,27 +124,26 @@ class RotaryPositions(Positions):
         ValueError: head_dim is not a multiple of 4.
     """
 
-    frequencies: Tensor  # (d / 4,)
-    quarter: Tensor  # (d, d), turns pairs of channels by 90 degrees: (x, y) @ quarter = (-y, x)
-
     def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
         super().__init__(num_heads, head_dim, grid, num_prefix_tokens)
         if head_dim % 4:
             raise ValueError(f"rel_pos: rope needs a head width that 4 divides, not {head_dim}")
-        steps = torch.arange(head_dim // 4) / (head_dim // 4)
-        self.register_buffer("frequencies", TEMPERATURE**-steps, persistent=False)
-        quarter = torch.block_diag(*[torch.tensor([[0.0, 1], [-1, 0]])] * (head_dim // 2))
-        self.register_buffer("quarter", quarter, persistent=False)
 
     def before(
         self, query: Tensor, key: Tensor, value: Tensor, grid: Grid
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate queries and keys."""
+        # Not buffers, which model.bfloat16() would round.
         rows, columns = coordinates(grid, query.device)
-        angles = torch.cat([place[:, None] * self.frequencies for place in (columns, rows)], dim=1)
+        channels = torch.arange(query.shape[-1], device=query.device)
+        frequencies = TEMPERATURE ** -(channels[::4] / len(channels))
+        angles = torch.cat([place[:, None] * frequencies for place in (columns, rows)], dim=1)
         angles = F.pad(angles, (0, 0, self.num_prefix_tokens, 0)).repeat_interleave(2, dim=1)
         cosines, sines = angles.cos().to(query.dtype), angles.sin().to(query.dtype)  # (N, d)
-        quarter = self.quarter.to(query.dtype)
+        # Turns pairs of channels by 90 degrees: (x, y) @ quarter = (-y, x).
+        sign = 1 - 2 * (channels % 2)
+        quarter = ((channels + sign)[:, None] == channels) * sign[:, None]
+        quarter = quarter.to(query.dtype)
         query, key = (x * cosines + (x @ quarter) * sines for x in (query, key))
         return query, key, value
 

@@ -15,24 +15,23 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.console import note
+from vit.console import note, warn
 from vit.model import attention
-from vit.model.attention import PLACE, Attention, accepted_arguments, masked_softmax
+from vit.model.arguments import Attention, accepted_arguments, with_all_arguments
+from vit.model.attention import masked_softmax
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, is_in_file, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
 from vit.model.positions import REL_POS, Grid
 from vit.model.whole_attention import (
-    MASKS,
     WholeAttention,
-    is_required,
     is_whole,
     refuse_options,
     what_is_lost,
@@ -118,7 +117,7 @@ WHOLE = {"torch.nn:MultiheadAttention": nn.MultiheadAttention}  # whole modules 
 
 def find_attention(name: str) -> Attention | None:
     """Return a registered variant, with or without the folder of its file; else ValueError."""
-    name = Path(name).name
+    name = PureWindowsPath(name).name  # which knows the separators of all systems
     if name in WHOLE:
         return WHOLE[name]
     if name not in ATTENTION and is_in_file(name):
@@ -167,47 +166,13 @@ def load_attention(name: str) -> Attention | None:
         own = [key for key, x in found if getattr(x, "__module__", "") == definitions.__name__]
         hint = why or f"; it defines {', '.join(own) or 'none'}{suggest(attribute, own)}"
         raise ValueError(f"model.attention: {file} has no function or class {attribute!r}{hint}")
-    ATTENTION[Path(name).name] = with_all_arguments(attention)
-    return ATTENTION[Path(name).name]
-
-
-def with_all_arguments(attention: Attention) -> Attention:
-    """Return an attention; a function of a head without a mask or dropout is wrapped."""
-    if isinstance(attention, type | FewerArguments):
-        return attention
-    if isinstance(attention, nn.Module):
-        raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")
-    if not hasattr(attention, "__code__"):
-        kind = type(attention).__name__
-        raise ValueError(f"attention: pass a function or a class, not an object of {kind}")
-    parameters = inspect.signature(attention).parameters
-    names = [name for name in parameters if name not in PLACE]
-    if len(names) >= 5 and ("drop" in names[4] or is_required(parameters[names[4]])):
-        return attention
-    return FewerArguments(attention, next((name for name in names[3:] if name in MASKS), None))
-
-
-class FewerArguments:
-    """A function of a head without dropout, and perhaps without a mask."""
-
-    def __init__(self, function: Callable[..., Any], mask_name: str | None) -> None:
-        self.function, self.mask_name = function, mask_name
-        self.__code__, self.__module__ = function.__code__, function.__module__
-        self.__signature__ = inspect.signature(function)
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout,
-        **place: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Attend like `scaled_dot_product_attention`; ValueError if it would have to drop."""
-        name = self.function.__name__
-        if getattr(dropout, "p", 0):
-            raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout")
-        if mask is not None and self.mask_name is None:
-            raise ValueError(f"{name} takes no mask, so tokens cannot be hidden from it")
-        if self.mask_name is not None:
-            place[self.mask_name] = mask
-        return self.function(query, key, value, **place)
+    loaded, key = with_all_arguments(attention), Path(name).name
+    before = ATTENTION.get(key)
+    is_other = before is not None and source_digest(before) != source_digest(loaded)
+    if is_other and _code_of(before).co_filename != _code_of(loaded).co_filename:  # else edited
+        warn(f"model.attention: {key} now means the one in {file}, not the one loaded before")
+    ATTENTION[key] = loaded
+    return loaded
 
 
 def is_edited(name: str) -> bool:
@@ -250,7 +215,8 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         else:
             function: Any = variant
             if isinstance(variant, type):
-                function = variant(heads, head_dim, **accepted_arguments(variant, place))
+                sizes: Any = {"num_heads": heads, "head_dim": head_dim}
+                function = variant(**sizes, **accepted_arguments(variant, place))
             place = accepted_arguments(getattr(function, "forward", function), place)
             positions = REL_POS[model.rel_pos](heads, head_dim, grid, prefix)
             query, key, value = inputs
@@ -277,7 +243,7 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         ) from error
     _check_model(model, variant, grid, prefix, weights)
     if not varies and not hint:  # for smaller images, the note has been printed for the full size
-        note(f"model.attention: {name}: maps that need gradients of its constant weights are zero")
+        note(f"model.attention: {name}: maps that need gradients of its constant weights are empty")
 
 
 def _check_model(
@@ -306,9 +272,14 @@ def _check_order(module: WholeAttention, first: Tensor, second: Tensor) -> None:
         )
 
 
+def _code_of(variant: Any) -> Any:
+    """Return the code of a function, or of a class's forward."""
+    return inspect.unwrap(getattr(variant, "forward", variant)).__code__
+
+
 def place_of(error: Exception, variant: Any) -> str:
     """Return file and line of an error in somebody's code, and what of the file is missing."""
-    code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
+    code = _code_of(variant)
     frames = traceback.extract_tb(error.__traceback__)[1:]
     inside = [frame.lineno for frame in frames if frame.filename == code.co_filename]
     line, place = [code.co_firstlineno, *inside][-1], Path(code.co_filename).name

@@ -11,13 +11,13 @@ import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.attention import Attention
+from vit.model.arguments import Attention
 from vit.model.config import UNFIT
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
 from vit.model.positions import Grid
-from vit.model.variants import find_attention, with_all_arguments
+from vit.model.variants import find_attention
 from vit.model.whole_attention import build_attention
 
 torch.fx.wrap("resample_pos_embed")  # it branches
@@ -90,7 +90,6 @@ class VisionTransformer(nn.Module):
         if (rel_pos, attention) in UNFIT:
             raise ValueError(f"rel_pos: {rel_pos} does not fit {attention} attention")
         attend = find_attention(attention) if isinstance(attention, str) else attention
-        attend = attend and with_all_arguments(attend)
         pooled = global_pool == "avg"
         self.global_pool: str = global_pool
         self.num_classes, self.num_features = num_classes, embed_dim
@@ -133,7 +132,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.Identity() if norm_last else nn.LayerNorm(embed_dim, eps=norm_eps)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=norm_eps) if norm_last else nn.Identity()
         self.head_drop = Dropout(drop_rate)
-        self.head: nn.Module = nn.Linear(embed_dim, num_classes)
+        self.head: nn.Module = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
         self.grad_checkpointing = False
         self._init_weights(zero_init)
 

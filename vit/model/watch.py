@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vit.model.attention import Attention, MultiHeadSelfAttention
+from vit.model.arguments import Attention
+from vit.model.attention import MultiHeadSelfAttention
 from vit.model.read_softmax import SOFTMAXES
 from vit.model.whole_attention import HEADS, WholeAttention, is_whole, takes
 
@@ -68,7 +69,7 @@ class Watch(TorchFunctionMode):
         self.projections: list[Tensor] = []  # outputs
         self.matrices: list[Tensor] = []
         self.scores: Tensor | None = None  # (B, H, N, N), of the last softmax
-        self.softmaxes = 0
+        self.softmaxes = self.softmaxed = 0  # their number, and that of their results
         self.output = self.weights = torch.empty(0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,6 +84,7 @@ class Watch(TorchFunctionMode):
         if func in SOFTMAXES and result.shape[-2:] == (N, N):
             scores = args[0] if args else keywords["input"]
             self.scores, self.softmaxes = scores.view(B, -1, N, N), self.softmaxes + 1
+            self.softmaxed += result.numel()
             return result if self.instead is None else self.instead.expand_as(result)
         return result
 

@@ -6,6 +6,7 @@ heads. Its weights are what its softmax returns, before dropout, whether it retu
 Shapes: B batch, H heads, N tokens, D token width.
 """
 
+import copy
 import inspect
 import math
 from types import SimpleNamespace
@@ -14,13 +15,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import (
-    PLACE,
-    Attention,
-    MultiHeadSelfAttention,
-    accepted_arguments,
-    for_all_heads,
-)
+from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
+from vit.model.attention import MultiHeadSelfAttention, for_all_heads
 from vit.model.positions import Grid
 from vit.model.read_softmax import ReadSoftmax
 from vit.settings import require
@@ -39,7 +35,6 @@ DROPOUTS = (
 )  # fmt: skip
 LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
 CONFIGS = ("config", "cfg", "args")  # an object with all of these
-MASKS = ("mask", "attn_mask", "attention_mask")
 # Fields of `ModelConfig`, their defaults, and what constructors call them if they take them; rates
 # of dropout have other names in `MultiHeadSelfAttention`.
 OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -229,7 +224,9 @@ class WholeAttention(nn.Module):
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
             with ReadSoftmax(size, allowed, self.gates, read.weights):
                 output, _ = self.call(x, own, need_weights, grid)
-        if self.has_softmax and read.weights is not None:
+        # What is made of several softmaxes, such as a difference, only the module knows.
+        is_made = read.count > 1 and weights is not None and weights.shape == size
+        if self.has_softmax and read.weights is not None and not is_made:
             weights = read.weights
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
@@ -272,19 +269,11 @@ class WholeAttention(nn.Module):
         """Attend to the tokens of two images; return what was read, None if the module fails."""
         tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
-        self.eval()
         try:
+            trial = copy.deepcopy(self).eval()  # in which their code may leave what it computes
             read = ReadSoftmax(size, None, self.gates)
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
-                self.call(tokens, mask, grid=grid)
+                trial.call(tokens, mask, grid=grid)
             return read
         except Exception:  # whatever their code raises
             return None
-        finally:
-            self.train()
-
-
-def is_required(parameter: inspect.Parameter) -> bool:
-    """Tell whether a call must pass a parameter."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in kinds

@@ -67,9 +67,10 @@ class AttentionLogging:
         frames = None if self.fitted is None else read_frames(classifier, self.fitted, self.seed)
         if frames is not None:
             yield FRAMES_TAG, frames_summary(frames.numpy())
-        batches = attention_records(classifier, self.probes, frames=frames)
-        parts, records_of_parts = zip(*batches, strict=True)
-        records = [record for part in records_of_parts for record in part if record is not None]
+        parts, records = [], []
+        for part, read in attention_records(classifier, self.probes, frames=frames):
+            parts.append(replace(part, weights=[]))  # not kept, as they are large
+            records += [record for record in read if record is not None]
         if len(records) < len(self.probes):
             warn(f"the attention of step {step} is not logged: its numbers are not finite")
             return

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.classifier import Classifier
+from vit.classifier import Classifier, most_with_weights
 from vit.colours import as_pixels
 from vit.console import printable
 from vit.data.datasets import choose_images
@@ -95,6 +95,7 @@ def read_attention(
     for number, target in enumerate(classes, start=1):
         gradients = attention_gradients(logits, weights, target, number < len(classes))
         compute("gradients", target, detached, gradients)
+        del gradients  # before the next, which are as large
     _, relevances, _ = token_relevance(model, inputs.detach(), list(classes))
     for target, relevance in zip(classes, relevances, strict=True):
         compute("relevance", target, patches_of(relevance, layout), detached)
@@ -115,15 +116,16 @@ def attention_records(
     any case. Yields the attention of up to four images, and a record of each; None for all of them
     if a number is not finite.
     """
+    size = most_with_weights(classifier.model, BATCH_SIZE, *classifier.preprocess.image_size)
 
     def read(start: int) -> tuple[Attention, list[Record | None]]:
-        part = images.select(torch.arange(start, min(start + BATCH_SIZE, len(images))))
+        part = images.select(torch.arange(start, min(start + size, len(images))))
         wanted = [part.labels] + ([] if target is None else [torch.full_like(part.labels, target)])
         attention = read_attention(classifier, part.pixels(), wanted, rollout)
         return attention, _records(classifier, part, attention, frames, rollout)
 
-    threads = classifier.threads
-    for starts in torch.arange(0, len(images), BATCH_SIZE).split(threads):
+    threads = classifier.threads if size == BATCH_SIZE else 1
+    for starts in torch.arange(0, len(images), size).split(threads):
         yield from map_on_cores(read, starts.tolist(), threads)
 
 

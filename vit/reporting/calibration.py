@@ -79,12 +79,12 @@ def with_sets(
     rows: Iterable[dict[str, Any]], sets: dict[str, Tensor], logits: Tensor, classes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Add the columns set_lac and set_raps to rows: classes, best first, separated by |."""
-    rankings = logits.argsort(dim=1, descending=True).tolist()
-    for number, (row, ranking) in enumerate(zip(rows, rankings, strict=True)):
-        yield row | {
-            f"set_{kind}": "|".join(classes[c] for c in ranking if inside[number, c])
-            for kind, inside in sets.items()
-        }
+    for number, row in enumerate(rows):
+        for kind, inside in sets.items():
+            chosen = inside[number].nonzero().squeeze(1)
+            best = chosen[logits[number, chosen].argsort(descending=True, stable=True)]
+            row[f"set_{kind}"] = "|".join(classes[index] for index in best.tolist())
+        yield row
 
 
 def sets_table(measured: dict[str, list[dict[str, Any]]], coverage: float) -> str:

@@ -1,7 +1,7 @@
 """Formats that other programs load: timm's folder, ONNX, and torch.export.
 
 Each has a function that writes a model and one that loads the result with its own runtime. ONNX and
-torch.export take images that are normalized already; their metadata say how, as JSON:
+torch.export take images that are normalized already; their metadata say how, the first two as JSON:
 
     classes     the class names
     preprocess  the fields of `vit.data.preprocess.Preprocess`

@@ -155,9 +155,12 @@ def add_live(
     A writer belongs to one model. Images are (B, channels, height, width) uint8, of any size.
     """
     log = _logs.setdefault(writer, LiveLog(megabytes))
-    pixels = classifier.preprocess.resize_all(images.cpu())
-    for summary in log.summaries(classifier, pixels, step):
-        add_summary(writer, summary, step)
+    try:
+        pixels = classifier.preprocess.resize_all(images.cpu())
+        for summary in log.summaries(classifier, pixels, step):
+            add_summary(writer, summary, step)
+    except (RuntimeError, ValueError) as error:  # other channels or precision; no run ends by it
+        warn(f"the Attention tab cannot run this model: {shorten(error, 300)}")
 
 
 _logs: WeakKeyDictionary[SummaryWriter, LiveLog] = WeakKeyDictionary()

@@ -57,9 +57,9 @@ def write_report(
     result, logits = evaluate(classifier, images, batch_size)
     result |= intervals(logits, images.labels.cpu())
     about = {"date": str(date.today()), "precision": str(classifier.precision).split(".")[1]}
-    kept = _kept_parts(folder, digest := _digest(classifier, images))
-    kept |= {} if training is None else {"training": training}
     weights = weights_digest(classifier.model)
+    kept = _kept_parts(folder, digest := _digest(classifier, images, weights))
+    kept |= {} if training is None else {"training": training}
     result |= {**about, "source": source, "digest": digest, "weights": weights, **kept}
     result["calibration"] = measure_calibration(classifier, images, logits, result)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
@@ -87,14 +87,11 @@ def write_report(
     return result
 
 
-def _digest(classifier: Classifier, images: ImageSet) -> str:
+def _digest(classifier: Classifier, images: ImageSet, weights: str) -> str:
     """Identify a model with its calibration, test images, and the views of them."""
     views = 6 if classifier.shift else classifier.flip
-    about = (images.fingerprint, images.labels.tolist(), views, classifier.calibration)
-    digest = hashlib.sha256(repr(about).encode())
-    for weight in classifier.model.state_dict().values():
-        digest.update(weight.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    about = (images.fingerprint, images.labels.tolist(), views, classifier.calibration, weights)
+    return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def _kept_parts(folder: Path, digest: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from vit.config import StoredConfig, to_dict
-from vit.console import warn
+from vit.console import is_out_of_memory, warn
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
@@ -196,10 +196,14 @@ def _read_file(path: Path) -> dict[Any, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     unsealed, state = unseal(data), None
-    with warnings.catch_warnings(), contextlib.suppress(Exception):  # foreign files raise all kinds
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about foreign pickles
         file = io.BytesIO(data if unsealed is None else unsealed)
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # foreign files raise all kinds
+            if is_out_of_memory(error):
+                raise
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint, or is damaged")
     if not {"step", "config", "classes", "model"} <= state.keys():
@@ -222,5 +226,6 @@ def latest_checkpoint(run: Path) -> Checkpoint | None:
         except ValueError as error:
             warn(f"{error}; trying an older checkpoint")
     if paths:
-        raise ValueError(f"{run}: none of its checkpoints can be read; start over with --overwrite")
+        advice = "see the reasons above, and start over with --overwrite if they are damaged"
+        raise ValueError(f"{run}: none of its checkpoints can be read; {advice}")
     return None

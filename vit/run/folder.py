@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import yaml
@@ -17,7 +17,6 @@ from vit.explain.kinds import ALL_KINDS
 from vit.files import inside, require_file, write_atomically, write_table
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
-    STEP_PATTERN,
     Checkpoint,
     checkpoint_paths,
     latest_checkpoint,
@@ -37,7 +36,6 @@ REPORT_FILES = (  # written next to the report
     PREDICTIONS_FILE,
     *("confusion_matrix.png", "reliability.png", "mistakes.png", "unfamiliar.png"),
     *("corruptions.png", "corrupted_images.png", "events.out.tfevents.*"),
-    "probes/probe_*.png",  # of earlier versions
 )
 CORRUPTIONS_FILE = "corruptions.npz"  # results that the next report can use again
 HEADS_FILE = "heads.json"  # what muting heads costs
@@ -48,7 +46,7 @@ TABLE_FILE = "faithfulness.json"
 FEATURES_FILE = "features.png"
 HEADS = "heads"  # name of the array with the attention of each head
 DISTANCE = "distance"  # name of the array and the picture of each head's attention by offset
-ATTENTION_FILES = (  # the index comes last: it says that the folder may be emptied
+ATTENTION_FILES = (
     *(TABLE_FILE, FEATURES_FILE, f"image_{'[0-9]' * 5}.png", "events.out.tfevents.*"),
     *(f"{name}.npy" for name in (*ALL_KINDS, HEADS, DISTANCE)),
     *(f"{DISTANCE}.png", INDEX_FILE),
@@ -65,12 +63,13 @@ _RESULTS = (
     *(REPORT_FILE, *REPORT_FILES, CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE, PHOTOS_FILE),
     *(f"{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
     *(f"{PHOTOS_FOLDER}/*{SHEET_SUFFIX}", "photos_part.csv"),
+    "probes/probe_*.png",  # of earlier versions
 )
-# The files that a run and its evaluations write, and so those that --overwrite deletes. The config
-# comes last, so that a folder is still recognized as a run if the deletion is interrupted.
+# The files that a run and its evaluations write, and so those that --overwrite deletes, besides
+# checkpoints. The config is replaced: without one, a folder is no run.
 _WRITTEN = (
     *(METRICS_FILE, SPLIT_FILE, MODEL_FILE, "events.out.tfevents.*"),
-    *(f"{CHECKPOINT_FOLDER}/{name}" for name in (STEP_PATTERN, ".*.tmp")),
+    f"{CHECKPOINT_FOLDER}/.*.tmp",
     *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
@@ -78,7 +77,7 @@ _WRITTEN = (
     *(f"{EXPORT_FOLDER}/timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
     *(f"{EXPORT_FOLDER}/{name}" for name in (PREPROCESS_FILE, *EXPORTS.values()) if "." in name),
     *(f"{folder}.*.tmp" for folder in ("", "eval/", "eval/*/", "eval/*/*/", "export/")),
-)  # the config is replaced: without one, a folder is no run
+)
 # Settings that must not change when a run is resumed.
 FIXED = (
     *("data.", "model.", "attention_code:", "optim.name:", "optim.layer_decay:"),
@@ -145,16 +144,16 @@ def read_config(run: Path) -> dict[str, Any] | None:
         values = read_yaml(require_file(run / CONFIG_FILE).read_bytes(), CONFIG_FILE)
     except (OSError, ValueError):
         return None
-    groups = {"data", "model", "optim", "train"}
+    groups = {"data", "model", "augment", "optim", "train", "track"}
     known = isinstance(values, dict) and all(isinstance(values.get(g), dict) for g in groups)
-    return values if known else None
+    return values if known and "out" in values else None
 
 
 def lasting(values: dict[str, Any]) -> dict[str, Any]:
     """Drop what may differ when a run is resumed: folders, how files are read, and processes."""
     free = ("root", "download", "memory_gb", "workers")
     data = {key: value for key, value in values["data"].items() if key not in free}
-    model = {**values["model"], "attention": Path(values["model"]["attention"]).name}
+    model = {**values["model"], "attention": PureWindowsPath(values["model"]["attention"]).name}
     # The number of processes is compared as a part of the environment, which has torchrun's too.
     train = {key: value for key, value in values["train"].items() if key != "processes"}
     return {**values, "data": data, "model": model, "train": train, "out": None}
@@ -188,7 +187,7 @@ def written_files(run: Path) -> list[Path]:
     Raises:
         ValueError: A folder of theirs is a link, see `inside`.
     """
-    paths = [path for pattern in _WRITTEN for path in run.glob(pattern)]
+    paths = [*checkpoint_paths(run), *(path for name in _WRITTEN for path in run.glob(name))]
     folders = {path.relative_to(run).parent for path in paths}
     for folder in {*folders, Path(CHECKPOINT_FOLDER), Path(EVAL_FOLDER)}:
         inside(run, *folder.parts)

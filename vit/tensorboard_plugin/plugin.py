@@ -126,7 +126,7 @@ class Question:
         names = RunTagFilter(runs=[run], tags=[tag])
         try:
             data = self._provider.read_tensors(**self._place, downsample=most, run_tag_filter=names)
-        except TypeError as error:
+        except (TypeError, ArithmeticError, MemoryError) as error:
             raise ValueError(f"{tag!r} is damaged: {error}") from None
         return list(data.get(run, {}).get(tag, []))
 
@@ -190,6 +190,7 @@ def _image(series: Series, tag: str, stored: Iterable[tuple[TensorDatum, bytes]]
     name, frames, steps = encoding.FEATURES_TAG.format(tag), None, {}
     if _part(series.get(name)) == "features":
         frames = json.loads(series[name].plugin_content).get("frames")
+        frames = frames if isinstance(frames, str) else None
     for datum, data in stored:
         image, steps[datum.step] = _at_step(datum, data)
     return {

@@ -46,7 +46,7 @@ TRAINING_FRACTION = 0.97  # of a time budget; the rest is for what follows the l
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
-# Compiling takes half a minute to a minute for each image size and saves about an eighth of a step.
+# Compiling takes half a minute to two minutes and saves about an eighth of a step.
 MANY_STEPS = 5_000  # from which auto compiles
 COMPILABLE = ("cpu", "cuda", "xpu")  # devices for which auto compiles
 CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does not name a compiler
@@ -255,10 +255,17 @@ def choose_compilation(
 
 def missing_tool(device: torch.device) -> str | None:
     """Name what torch.compile needs on a device and does not find, or return None."""
+    if device.type == "mps":  # for which torch compiles without
+        return None
+    compilers = [os.environ.get("CXX") or CXX.get(sys.platform, "g++")]
     if device.type != "cpu":
-        return None if importlib.util.find_spec("triton") else "triton"
-    if shutil.which(os.environ.get("CXX") or CXX.get(sys.platform, "g++")) is None:
-        return "a C++ compiler"
+        if importlib.util.find_spec("triton") is None:
+            return "triton"
+        if sys.platform != "linux":  # where triton may bring its own compiler
+            return None
+        compilers = [os.environ.get("CC") or "gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return "a C++ compiler" if device.type == "cpu" else "a C compiler"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python.h (package python3-dev)"
     return None

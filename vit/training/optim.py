@@ -56,7 +56,8 @@ def build_optimizers(
             key.startswith("patch_embed.") or (key.startswith("blocks.") and parameter.ndim == 2)
         ):
             matrices[scale].append(parameter)
-            numbers[parameter] = 3 if key.endswith("attn.qkv.weight") else 1
+            is_fused = key.endswith((".qkv.weight", ".in_proj_weight"))  # also in a whole module
+            numbers[parameter] = 3 if is_fused and len(parameter) % 3 == 0 else 1
         else:
             others[scale, True].append(parameter)
     groups: list[dict[str, Any]] = []

@@ -141,7 +141,7 @@ def explained(run: Run, overwrite: bool) -> Iterator[None]:
             f"train.batch_size: out of memory with {train.batch_size} images per step "
             f"and train.accumulate={train.accumulate}; lower --train.batch_size, or "
             "raise --train.accumulate to compute each batch in smaller parts; --data.memory_gb 0 "
-            "leaves images in their files"
+            "leaves images in their files, and --track.probes 0 logs no attention"
         ) from None
 
 

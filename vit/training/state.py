@@ -226,4 +226,6 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
             f"parameters of {config.model.attention} ({shorten(error, 200)}); restore the code it "
             "was trained with, or train in another folder with --out"
         ) from None
+    for copied in (checkpoint.model, checkpoint.ema or {}, checkpoint.optimizers):
+        copied.clear()  # or they would fill memory for the whole run
     return state

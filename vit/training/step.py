@@ -31,7 +31,7 @@ class TrainingStep:
 
     Each process of the world computes an equal part of the batch. Every random number is a function
     of the seed, the step and the position of an image in the whole batch, whatever the number of
-    processes. Only dropout of timm models depends on the process.
+    processes. Only dropout of timm models and whole attention modules depends on the process.
     """
 
     state: TrainState  # changed in place
@@ -127,6 +127,16 @@ class TrainingStep:
             state.ema.update(state.model, state.step)
         return result
 
+    def _soft(self, targets: Tensor) -> Tensor:
+        """Weigh and smooth targets (B, C); the mass spread over all classes has the label's weight.
+
+        So a rare class does not attract the images of others, as with torch's function, which
+        smooths first.
+        """
+        if self.class_weights is not None:
+            targets = targets * self.class_weights
+        return torch.lerp(targets, targets.mean(dim=1, keepdim=True), self.label_smoothing)
+
     def backward(self, images: Tensor, targets: Tensor) -> Tensor:
         """Accumulate the gradient over the micro-batches; return mean loss and accuracy, (2,).
 
@@ -142,9 +152,7 @@ class TrainingStep:
             with keyed_dropout(self.state.model, keys):
                 with autocast(images.device, self.precision):
                     logits = self.forward(part)
-                loss = F.cross_entropy(
-                    logits.float(), target, self.class_weights, label_smoothing=self.label_smoothing
-                )
+                loss = F.cross_entropy(logits.float(), self._soft(target))
                 (loss / self.accumulate).backward()
             hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
             result += torch.stack((loss.detach(), hits)) / self.accumulate

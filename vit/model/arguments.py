@@ -1,0 +1,71 @@
+"""What attention is given: functions and classes of a head, and the arguments that they take."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+# A function like `scaled_dot_product_attention`, a module class whose forward is one and whose
+# constructor takes num_heads and head_dim, or the class of a whole module, see
+# `vit.model.whole_attention`. Any of these may take the arguments in `PLACE` too.
+Attention = Callable[..., tuple[Tensor, Tensor]] | type[nn.Module]
+PLACE = ("grid", "num_prefix_tokens")  # patches follow num_prefix_tokens, row by row
+MASKS = ("mask", "attn_mask", "attention_mask")  # what masks are called
+Dropout = Callable[[Tensor], Tensor]
+
+
+def accepted_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a function or a constructor has arguments for."""
+    parameters = inspect.signature(function).parameters.values()
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    """Tell whether a call must pass a parameter."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in kinds
+
+
+def with_all_arguments(attention: Attention) -> Attention:
+    """Return an attention; a function of a head without a mask or dropout is wrapped."""
+    if isinstance(attention, type | FewerArguments):
+        return attention
+    if isinstance(attention, nn.Module):
+        raise ValueError(f"attention: pass the class {type(attention).__name__}, not an instance")
+    if not hasattr(attention, "__code__"):
+        kind = type(attention).__name__
+        raise ValueError(f"attention: pass a function or a class, not an object of {kind}")
+    parameters = inspect.signature(attention).parameters
+    names = [name for name in parameters if name not in PLACE]
+    if len(names) >= 5 and ("drop" in names[4] or is_required(parameters[names[4]])):
+        return attention
+    return FewerArguments(attention, next((name for name in names[3:] if name in MASKS), None))
+
+
+class FewerArguments:
+    """A function of a head without dropout, and perhaps without a mask."""
+
+    def __init__(self, function: Callable[..., Any], mask_name: str | None) -> None:
+        self.function, self.mask_name = function, mask_name
+        self.__code__, self.__module__ = function.__code__, function.__module__
+        self.__signature__ = inspect.signature(function)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout,
+        **place: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Attend like `scaled_dot_product_attention`; ValueError if it would have to drop."""
+        name = self.function.__name__
+        if getattr(dropout, "p", 0):
+            raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout")
+        if mask is not None and self.mask_name is None:
+            raise ValueError(f"{name} takes no mask, so tokens cannot be hidden from it")
+        if self.mask_name is not None:
+            place[self.mask_name] = mask
+        return self.function(query, key, value, **place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let pickle build another one, because it does not know code."""
+        return FewerArguments, (self.function, self.mask_name)
