@@ -160,19 +160,14 @@ def test_planted_faults_are_found_by_their_row(fault: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("old", "new"), [
-    ("self.out, self.dropout = nn.Linear(dim, dim)",
-     "self.out, self.dropout = nn.utils.skip_init(nn.Linear, dim, dim)"),
+    ("\n    def forward", "\n        nn.init.zeros_(self.out.weight)\n    def forward"),
+    ("super().__init__()", "super().__init__()\n        self.out = nn.Linear(dim, dim)"),
     (SPLIT, ".view(B, N, self.d, self.num_heads).permute(0, 3, 1, 2)"),
 ])  # fmt: skip
-def test_zeros_and_interleaved_heads_are_no_fault(old: str, new: str, tmp_path: Path) -> None:
-    source = RIGHT.replace(old, new)
-    assert source != RIGHT
-    if "skip_init" in new:
-        source = source.replace(new, old).replace(
-            "\n    def forward", "\n        nn.init.zeros_(self.out.weight)\n\n    def forward"
-        )
-    rows = check(define(tmp_path, source))
-    assert [row for row in rows if row.result == "failed"] == []
+def test_what_is_as_good_is_no_fault(old: str, new: str, tmp_path: Path) -> None:
+    """Zeros at the start, layers in another order, and interleaved heads."""
+    results = {row.result for row in check(define(tmp_path, RIGHT.replace(old, new)))}
+    assert old in RIGHT and results <= {"passed", "unknown"}
 
 
 def test_what_is_not_found_is_no_failure(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ def compare_with_torch(subject: Subject, seen: Watch, pair: Pair | None) -> Row:
         merged = heads.transpose(1, 2).flatten(2)
         with torch.no_grad():
             outputs = [merged] + [x(merged) for x in last if x.in_features == merged.shape[-1]]
-        same = [output for output in outputs if output.shape == seen.output.shape]
-        far = min([far, *((output - seen.output).abs().max().item() for output in same)])
+        same = [(output, seen.output) for output in outputs if output.shape == seen.output.shape]
+        same += [(merged, seen.inputs[n]) for n in final if seen.inputs[n].shape == merged.shape]
+        far = min([far, *((one - other).abs().max().item() for one, other in same)])
         if merged.shape == seen.output.shape and pair.query.shape[1] > 1:
             alone = min(alone, (merged - seen.output).abs().max().item())
     if far == math.inf:

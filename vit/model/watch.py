@@ -66,6 +66,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, add: dict[int, Tensor] | None = None, weights: Tensor | None = None) -> None:
         super().__init__()
         self.add, self.instead = add or {}, weights
+        self.inputs: list[Tensor] = []  # of projections
         self.projections: list[Tensor] = []  # outputs
         self.matrices: list[Tensor] = []
         self.scores: Tensor | None = None  # (B, H, N, N), of the last softmax
@@ -79,6 +80,7 @@ class Watch(TorchFunctionMode):
         matrix: Any = args[1] if len(args) > 1 else keywords.get("weight")
         if func is F.linear or (func in PRODUCTS and isinstance(matrix, nn.Parameter)):
             result = result + self.add.get(len(self.projections), 0)
+            self.inputs.append(args[0] if args else keywords["input"])
             self.projections.append(result)
             self.matrices.append(matrix)
         if func in SOFTMAXES and result.shape[-2:] == (N, N):
