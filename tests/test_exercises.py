@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from vit.attention_check.watch import Row
 from vit.commands.check import check
 from vit.model.definitions import read_definitions
-from vit.model.watch import Row
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/exercises"
 TEXT = (FOLDER.parent / "exercises.md").read_text(encoding="utf-8").replace("\n", " ")

@@ -8,12 +8,12 @@ import torch
 from timm.layers.attention import Attention as TimmAttention
 from torch import Tensor, nn
 
+from vit.attention_check.watch import Row
 from vit.commands.check import check, run
 from vit.commands.config import CheckConfig
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.definitions import read_definitions
 from vit.model.variants import ATTENTION
-from vit.model.watch import Row
 
 RIGHT = """
 import math

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from vit.attention_check.properties import properties
+from vit.attention_check.watch import B, D, N, Row, trial_heads
 from vit.commands.config import CheckConfig
 from vit.console import printable, say, shorten
 from vit.files import require_file, write_json
 from vit.model.arguments import Attention, with_all_arguments
-from vit.model.attention_properties import properties
 from vit.model.variants import attention_of, load_attention, place_of
-from vit.model.watch import B, D, N, Row, trial_heads
 from vit.model.whole_attention import build_attention
 from vit.reporting.loading import require_replaceable
 from vit.seeding import generator

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.model.watch import CLOSE, D, Row, Subject, Watch, judge
+from vit.attention_check.watch import CLOSE, D, Row, Subject, Watch, judge
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from vit.attention_check.projections import check_scale, compare_with_torch, match_projections
+from vit.attention_check.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
 from vit.console import shorten
 from vit.hardware import autocast
 from vit.model.arguments import Attention, FewerArguments
-from vit.model.attention_projections import check_scale, compare_with_torch, match_projections
-from vit.model.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
 from vit.model.whole_attention import (
     DROPOUTS,
     WholeAttention,
