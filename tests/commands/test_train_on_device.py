@@ -23,6 +23,7 @@ from vit.commands.config import MapsConfig
 from vit.commands.maps import run as explain_run
 from vit.commands.train import train
 from vit.config import OPTIMIZERS, Config
+from vit.data import shapes
 from vit.pretrained.load import load as load_model
 
 DEVICE = torch.device("meta")  # the other device for which torch needs no driver
@@ -111,6 +112,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")  # torch mistakes the device for that
 def test_a_run_on_another_device_is_the_run_on_the_cpu(tmp_path, monkeypatch):
     on_cpu, run = tmp_path / "cpu", tmp_path / "run"
+    monkeypatch.setattr(shapes, "TEST", 100)
     train(a_run(on_cpu))
     with pretended(monkeypatch):
         with pytest.raises(RuntimeError, match="same device"):
@@ -125,4 +127,5 @@ def test_a_run_on_another_device_is_the_run_on_the_cpu(tmp_path, monkeypatch):
 
 
 def a_run(folder: Path) -> Config:
-    return small(folder, train={"epochs": 1}, data={"balance": "loss"})
+    track = {"probes": 1, "milestones": 1}
+    return small(folder, train={"epochs": 1}, data={"balance": "loss"}, track=track)
