@@ -42,7 +42,7 @@ def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -
     if config.name != "vit":
         arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
         model = create(config.name, {**arguments, "num_classes": num_classes})
-        return model.to(memory_format=torch.channels_last)  # faster, and what `Muon` needs
+        return model.to(memory_format=torch.channels_last)  # faster
     return VisionTransformer(
         img_size=size, in_chans=channels, num_classes=num_classes, **config.vit_arguments()
     )

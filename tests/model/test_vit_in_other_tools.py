@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
@@ -201,3 +202,11 @@ def test_attributions_derivatives_and_the_graph(tmp_path: Path, model: VisionTra
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_graph(model, images)
     assert any(b"blocks" in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_parameters_are_laid_out_as_tools_expect(tmp_path: Path) -> None:
+    for variant in ({}, OURS):
+        model = build(variant)
+        safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        assert len(vector) == sum(parameter.numel() for parameter in model.parameters())

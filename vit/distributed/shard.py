@@ -49,7 +49,7 @@ def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> Non
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for parameter in model.parameters():  # FSDP2 refuses the channels-last kernels of our stem
+    for parameter in model.parameters():  # FSDP2 refuses the channels-last kernels of timm models
         parameter.data = parameter.data.contiguous()
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
     fast = MixedPrecisionPolicy(precision, torch.float32)

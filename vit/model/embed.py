@@ -58,9 +58,6 @@ class PatchEmbed(nn.Module):
         else:
             raise ValueError(f"stem: {stem!r} is not linear or conv")
 
-        # In channels-last layout the output of a convolution already is the sequence of tokens.
-        self.proj.to(memory_format=torch.channels_last)
-
     def grid(self, height: int, width: int) -> Grid:
         """Return the grid of an image; ValueError unless patch_size divides both sides."""
         if height % self.patch_size or width % self.patch_size or not height * width:
@@ -74,7 +71,8 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
         """Turn images (B, C, height, width) into tokens (B, P, D) and their `grid`."""
         grid = self.grid(*images.shape[-2:])
-        # Channels-last, in the only way that torch.func.vmap knows.
+        # Channels-last, so that the output of a convolution already is the sequence of tokens; in
+        # the only way that torch.func.vmap knows.
         images = images.movedim(1, -1).contiguous().movedim(-1, 1)
         return rearrange(self.proj(images), "b d h w -> b (h w) d"), grid
 
