@@ -526,6 +526,15 @@ def test_a_narrow_window_does_not_scroll_sideways(page: Page, address: str) -> N
             assert wider == [], (view, run2)
 
 
+def test_a_low_window_can_be_scrolled(page: Page, address: str) -> None:
+    """As at 200% zoom."""
+    page.set_viewport_size({"width": 683, "height": 330})
+    frame = show(page, address)
+    box = frame.locator(".body").bounding_box()
+    assert box is not None and box["height"] > 300
+    frame.locator(".picture canvas, canvas.picture").first.scroll_into_view_if_needed()
+
+
 def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
     frame = show(page, address)
     for theme, colour in (("Dark", "rgb(48, 48, 48)"), ("Light", "rgb(255, 255, 255)")):
@@ -792,6 +801,17 @@ def test_muted_heads_by_keyboard(page: Page, address: str, logged: Logged) -> No
     assert saved["panes"][0]["change"] == shown["change"]
     page.keyboard.press("r")
     expect(frame.locator(".change").first).to_be_hidden()
+
+
+def test_attention_by_offset_follows_a_change(page: Page, address: str, logged: Logged) -> None:
+    frame = show_live(page, address, direction="offset")
+    wait_until(frame, "direction", "offset")  # the mean over all images
+    frame.evaluate("() => window.attentionTab.edit({ mute: '0.0' })")
+    found = answered(frame, mute="0.0")["heads"]
+    layers = [*asked(logged.models[200], logged.pixels[0], mute=[(0, 0)])[1].unbind(1)]
+    expected = GRID**2 * attention_by_offset(layers, (GRID, GRID), 0)[1:].numpy()
+    found = np.reshape(found, (-1, *expected.shape[1:]))[1:]
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
 
 
 def test_a_stroke_hides_patches_and_redraws_everything(
