@@ -532,7 +532,9 @@ def test_a_low_window_can_be_scrolled(page: Page, address: str) -> None:
     frame = show(page, address)
     box = frame.locator(".body").bounding_box()
     assert box is not None and box["height"] > 300
-    frame.locator(".picture canvas, canvas.picture").first.scroll_into_view_if_needed()
+    page.mouse.move(300, 300)
+    page.mouse.wheel(0, 300)
+    expect(frame.locator("canvas.picture").first).to_be_in_viewport()
 
 
 def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:

@@ -113,7 +113,7 @@ export class App {
     if (state.run2 === run) state.step2 = next(state.step2, this.secondImage());
     if (state.linked === "yes" && state.run2) {
       if (state.step !== step) state.step2 = null;
-      else if (state.step2 !== step2) state.step = state.step2;
+      else if (state.step2 !== step2 && step2 === step) state.step = state.step2;
     }
     const before = this.#lists.get(run).images.map(({ tag }) => tag);
     this.#lists.set(run, inOrder(list, before));
@@ -376,6 +376,7 @@ export class App {
     if (brush === "point") {
       if (!along) this.pin(tokenName(record.prefix.length + patch, record));
     } else if (hasOtherGrid(this.panes[0].record, record)) {
+      this.held = null;
       this.toolbar.say("Change patches in the first picture: this one has another grid.");
     } else if (brush === "move" || brush === "swap") {
       if (!along) this.held = patch;

@@ -82,7 +82,8 @@ export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const heads = mutedHeads(mute, record);
   const changed = changedPatches(patches, record);
   const isChanged = heads.length > 0 || changed.size > 0;
-  if (!isChanged && !photo) return record; // which does not have what is changed elsewhere
+  if (!isChanged && !photo)
+    throw new Error("Nothing is changed here, because this model has no such head or patch.");
   if (shapeOf(spec, spec.prefix) !== shapeOf(record.details, record.prefix.length))
     throw new Error("The stored model is not that of the image.");
   const model = await orCancelled(modelAt(record.run, live, record.step));

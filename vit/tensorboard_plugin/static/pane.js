@@ -128,8 +128,10 @@ export class Pane {
     const isCurrent = () => turn === this.#turn || (key === this.#key && turn > this.#painted);
     this.#writeSteps(wanted);
     this.images = wanted.images;
-    this.element.classList.remove("loading");
-    if (wanted.problem) return this.#fail(wanted.problem);
+    if (wanted.problem) {
+      this.element.classList.remove("loading");
+      return this.#fail(wanted.problem);
+    }
     if (!this.record) this.#say("Loading …");
     const slow = setTimeout(
       () => turn === this.#turn && this.element.classList.add("loading"),
@@ -139,7 +141,7 @@ export class Pane {
       this.fetched = fetchRecord(wanted.run, wanted.image, wanted.at);
       const logged = await this.fetched;
       // Patches that were changed in another grid are other places here.
-      if (this.side === "a" && hasOtherGrid(this.logged, logged)) {
+      if (this.side === "a" && turn === this.#turn && hasOtherGrid(this.logged, logged)) {
         for (const change of this.app.history) change.patches = "";
         if (this.app.state.patches) return this.app.set({ patches: "" });
       }

@@ -140,8 +140,7 @@ export class Change {
     const by = signed(after.logits[chosen] - before.logits[chosen]);
     write(this.logit, `${record.className(chosen)}: logit ${was} → ${is} (${by})`);
     write(this.device, `${after.device}, ${Math.round(after.milliseconds)} ms`);
-    const buttons = () => [...this.body.querySelectorAll("button")];
-    const focused = buttons().indexOf(document.activeElement);
+    const focused = this.body.contains(document.activeElement) && document.activeElement.title;
     this.body.replaceChildren(
       ...shown.map((index) =>
         make(
@@ -153,7 +152,8 @@ export class Change {
         ),
       ),
     );
-    return buttons()[focused]?.focus();
+    const [same] = [...this.body.querySelectorAll("button")].filter((one) => one.title === focused);
+    return same?.focus({ preventScroll: true });
   }
 }
 
