@@ -27,7 +27,8 @@ RELATIVE_BIAS = """
         rows, columns = grid
         place = torch.arange(rows * columns)
         down, across = (x[:, None] - x for x in (place // columns, place % columns))
-        bias = self.table[:, down + rows - 1, across + columns - 1]
+        middle = [size // 2 for size in self.table.shape[1:]]
+        bias = self.table[:, down + middle[0], across + middle[1]]
         scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5 + bias
         if mask is not None:
             scores = scores.masked_fill(~mask, -1e9)
@@ -38,7 +39,7 @@ CAUSAL = """
 import vit
 
 def causal(query, key, value, mask, dropout):
-    before = vit.causal_mask(query.shape[-2])
+    before = vit.causal_mask(query.shape[-2], query.device)
     mask = before if mask is None else mask & before
     return vit.scaled_dot_product_attention(query, key, value, mask, dropout)
 """

@@ -135,6 +135,19 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) 
     module.average = torch.optim.swa_utils.AveragedModel(small_model(3))
     with pytest.raises(ValueError, match=r"student, average.module are all trained; choose .*stud"):
         log()
+    reads: list[int] = []
+    hook = module.average.module.register_forward_hook(lambda *_: reads.append(1))
+    trainer = SimpleNamespace(
+        fast_dev_run=False, loggers=[sys.modules["lightning.pytorch.loggers"].TensorBoardLogger()],
+        is_global_zero=False, global_step=3,
+    )  # fmt: skip
+    trainer.loggers[0].experiment = None  # of a process that does not write
+    callback = lightning.AttentionCallback(IMAGES[:2], every=3, model=module.average.module)
+    callback.on_train_start(trainer, module)
+    at_start = len(reads)
+    callback.on_train_batch_end(trainer, module)
+    hook.remove()
+    assert len(reads) > at_start > 0
     named = log(model=module.average.module)
     torch.testing.assert_close(named, top(module.average.module), atol=1e-4, rtol=0)
     module.requires_grad_(False)

@@ -17,6 +17,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -69,41 +70,50 @@ def user_errors() -> Iterator[None]:
             advice = "or, if the operation is upsample_*, with --train.small_share 0"
             fail(f"{shorten(error, 200)}; train without --deterministic, {advice}")
         if "no kernel image" in str(error):  # the GPU is older than those that torch was built for
-            fail(f"{shorten(error, 200)}; use --train.device cpu, or a PyTorch for this GPU")
+            advice = "use the CPU (--train.device cpu, or --device cpu), or a PyTorch for this GPU"
+            fail(f"{shorten(error, 200)}; {advice}")
         raise
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Import what takes seconds, late, so that a mistyped flag is answered at once.
+
+    Collecting garbage meanwhile would take a fifth of the time and find none, nor later among what
+    was imported.
+    """
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def train_main() -> None:
     """Run train.py, alias vit-train."""
     with user_errors():
         config, options = parse_train(sys.argv[1:])
-        # Imported late, because that takes seconds: a mistyped flag is answered at once. Collecting
-        # garbage meanwhile would take a fifth of the time and find none.
-        gc.disable()
-        from vit.commands.train import train
-        from vit.distributed.launch import launched
-        from vit.training.start import on_all_cores
+        with _importing():
+            from vit.commands.train import train
+            from vit.distributed.launch import launched
+            from vit.training.start import on_all_cores
 
-        gc.freeze()  # nor would it find any among them later
-        gc.enable()
         config = on_all_cores(config, options["overwrite"])
-        with launched(config.train.processes or 1, train, config, *options.values()):
-            train(config, *options.values())
+        work = partial(train, config, **options)
+        with launched(config.train.processes or 1, work):
+            work()
 
 
 def eval_main() -> None:
     """Run eval.py, alias vit-eval."""
     with user_errors():
         command, run, options = parse_eval(sys.argv[1:])
-        gc.disable()  # imported late and without garbage collection, as in train_main
-        import torch
+        with _importing():
+            import torch
 
-        from vit.hardware import cores_to_use
-        from vit.model.variants import load_attention
+            from vit.hardware import cores_to_use
+            from vit.model.variants import load_attention
 
-        function = importlib.import_module(f"vit.commands.{command}").run
-        gc.freeze()
-        gc.enable()
+            function = importlib.import_module(f"vit.commands.{command}").run
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
         for variant in options.model.attention if hasattr(options, "model") else ():
             load_attention(variant)

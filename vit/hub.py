@@ -5,7 +5,8 @@ from pathlib import Path
 from vit.console import shorten
 
 HUB = "hf-hub:"  # before a repository's name, as in timm's names
-FILES = ["*.json", "*.safetensors"]  # all that is needed; nothing in them is executed
+# All that is needed; nothing in them is executed.
+FILES = ["*.json", "model.safetensors", "model-*-of-*.safetensors", "open_clip_model.safetensors"]
 
 
 def download(name: str) -> Path:
@@ -31,4 +32,9 @@ def download(name: str) -> Path:
         raise ValueError(
             f"{name} cannot be downloaded ({shorten(error, 80)}); it must be {HUB}OWNER/NAME, and "
             "if it is private, log in with hf auth login"
+        ) from None
+    except Exception as error:  # such as those of a proxy
+        reason = f"{type(error).__name__}: {shorten(error, 200)}"
+        raise ValueError(
+            f"{name} cannot be downloaded ({reason}); check the network, or download it elsewhere"
         ) from None

@@ -38,6 +38,9 @@ def read_config(name: str) -> dict[str, Any]:
         recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
         hint = suggest(Path(name).stem, recipes) or f"; the recipes are {', '.join(recipes)}"
         raise ValueError(f"config not found: {shorten(name)}{hint}") from None
+    except IsADirectoryError:
+        hint = f"name a file, such as {shorten(name)}/config.yaml"
+        raise ValueError(f"config: {shorten(name)} is a folder; {hint}") from None
     values = read_yaml(text, f"config: {shorten(name)}")
     if not isinstance(values, dict):
         raise ValueError(f"config: {shorten(name)}: a config consists of lines `key: value`")

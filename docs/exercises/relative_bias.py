@@ -13,7 +13,7 @@ class RelativeBias(nn.Module):
     def __init__(self, num_heads, head_dim, grid):
         super().__init__()
         rows, columns = grid
-        # Offsets go from 1 - rows to rows - 1.
+        # Offsets go from 1 - rows to rows - 1; 0 is in the middle, also for a smaller grid.
         self.table = nn.Parameter(torch.zeros(num_heads, 2 * rows - 1, 2 * columns - 1))
 
     def forward(self, query, key, value, mask, dropout, grid):

@@ -170,6 +170,16 @@ def test_what_is_as_good_is_no_fault(old: str, new: str, tmp_path: Path) -> None
     assert old in RIGHT and results <= {"passed", "unknown"}
 
 
+def test_a_convolution_of_values_is_a_choice(tmp_path: Path) -> None:
+    layers = "self.out, self.dropout = nn.Linear(dim, dim)"
+    source = RIGHT.replace(
+        layers, f"self.near = nn.Conv1d(dim, dim, 3, padding=1)\n        {layers}"
+    )
+    source = source.replace("self.v(x)", "self.near(self.v(x).transpose(1, 2)).transpose(1, 2)")
+    row = notable(check(define(tmp_path, source)))["permuting tokens permutes outputs"]
+    assert row.result == "remark" and "place of a token" in row.advice
+
+
 def test_what_is_not_found_is_no_failure(tmp_path: Path) -> None:
     """Values without a projection, and queries and keys in another order."""
     for old, new in (("self.v(x)", "x"), ("q = self.q(x)", "v = self.v(x)\n        q = self.q(x)")):
@@ -255,6 +265,6 @@ def test_a_file_of_rows_replaces_only_another(
     other.write_text('[{"name": "mine"}]')
     for target in (own, own):
         run(f"{file}:Mine", CheckConfig(json=str(target)))
-    with pytest.raises(ValueError, match=r"^out: .*package\.json exists and is not of check"):
+    with pytest.raises(ValueError, match=r"^json: .*package\.json exists and is not of this"):
         run(f"{file}:Mine", CheckConfig(json=str(other)))
     assert other.read_text() == '[{"name": "mine"}]' and '"passed"' in own.read_text()

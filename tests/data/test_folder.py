@@ -176,6 +176,7 @@ def tree(root: Path, *files: str) -> Path:
         ("Training", "Testing"), ("TRAIN", "TEST"), ("train", "eval"), ("training", "dev"),
         ("seg_train", "seg_test"), ("seg_train/seg_train", "seg_test/seg_test"),
         ("images/train", "images/val"), ("training_set", "test_set"), ("train", "Validation"),
+        ("Training Images", "Test Images"), ("train1", "test1"),
     ],
 )  # fmt: skip
 def test_parts_have_the_names_that_are_usual(root, train, test):
@@ -205,7 +206,7 @@ def test_folders_are_parts_only_where_they_contain_classes(root, capsys):
 @pytest.mark.parametrize(
     "files",
     [
-        ("train/0.png", "test/0.png"), ("train/0.png", "test/0.png", "more/0.png"),
+        ("train/0.png", "test1/0.png"), ("train/0.png", "test/0.png", "more/0.png"),
         ("train/a/0.png", "car/b/0.png"), ("valid/2024/0.png", "invalid/2024/0.png"),
         ("train/a/0.png", "Training/a/0.png", "tests/a/0.png"), ("val/0.png",),
         ("seg_train/a/0.png", "Training/a/0.png", "test/a/0.png"), ("train/a/0.png", "test/0.png"),
@@ -570,27 +571,33 @@ def test_content_decides_what_is_an_image(root: Path, capsys: pytest.CaptureFixt
     (cat / "labels.csv").write_text("file,label\n")
     (cat / "half.jfif.part").write_bytes((cat / "a.jfif").read_bytes()[:3])
     (cat / "Thumbs.db").touch()
+    (cat / "@eaDir/00.png").mkdir(parents=True)
+    picture(150).save(cat / "@eaDir/00.png/thumb.png")
+    picture(151).save(cat / "raw.NEF", "tiff")
     os.mkfifo(cat / "pipe")
     picture(200).save(root / "train" / "stray.png")
     for images in (load("folder", root, train=True), read(root, True)):
         found = sorted(Path(path).name for path in images.origins if Path(path).parent == cat)
         assert found == [*(f"{n:02d}.png" for n in range(0, 24, 3)), *sorted(names)]
     assert {*map(str, find_photos([str(cat)], "photos"))} == {str(cat / name) for name in found}
-    what = "3 files ignored, not images: "
+    what = "4 files ignored, not images: "
     assert capsys.readouterr().err.splitlines() == [
-        f"{root}/train: {what}cat/half.jfif.part, cat/labels.csv, cat/pipe",
+        f"{root}/train: {what}cat/half.jfif.part, cat/labels.csv, cat/pipe, cat/raw.NEF",
         f"{root}/train: 1 file ignored, not in a class folder: stray.png",
-        f"{cat}: {what}half.jfif.part, labels.csv, pipe",
+        f"{cat}: {what}half.jfif.part, labels.csv, pipe, raw.NEF",
     ]
 
 
-def test_a_folder_for_validation_beside_one_for_testing_is_held_out(root: Path) -> None:
-    places = [f"{part}/{name}/0.png" for part in ("train", "val", "test") for name in "ab"]
+@pytest.mark.parametrize("test", ["test", "evaluation"])
+def test_a_folder_for_validation_beside_one_for_testing_is_held_out(root: Path, test: str) -> None:
+    places = [f"{part}/{name}/0.png" for part in ("train", "val", test) for name in "ab"]
     tree(root, *places, "train/a/1.png", "other/empty.txt")
+    (root / "train/left.tar").touch()  # what was unpacked
+    assert recognize(root) == "folder"
     training, held = split_training(DataConfig(name="folder", root=str(root)), seed=0)
     parts = [{Path(path).parts[-3] for path in images.origins} for images in (training, held)]
     assert (parts, len(training), len(held)) == ([{"train"}, {"val"}], 6, 4)
-    assert {Path(path).parts[-3] for path in read(root, False).origins} == {"test"}
+    assert {Path(path).parts[-3] for path in read(root, False).origins} == {test}
 
 
 def test_an_empty_class_is_named_and_not_taken_for_cifar10(root: Path) -> None:
@@ -610,3 +617,8 @@ def test_levels_that_a_file_of_12_bits_lacks_are_named(
         file = ImageFiles((str(root / name),), Preprocess((8, 8), (0.5,), (0.5,)))
         _note_first(ImageSet(file, torch.zeros(1), ("a",), None, file.paths, str(root)))
     assert capsys.readouterr().err.count("values up to 4,000 of 65,535, so it is nearly black") == 1
+    dark = np.full((8, 8, 3), 15, np.uint8)  # what Pillow makes of RGB of 12 bits
+    Image.fromarray(dark).save(root / "rgb.png")
+    file = ImageFiles((str(root / "rgb.png"),), Preprocess((8, 8), (0.5,) * 3, (0.5,) * 3))
+    _note_first(ImageSet(file, torch.zeros(1), ("a",), None, file.paths, str(root)))
+    assert "rgb.png is nearly black, with values up to 15 of 255" in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_16_bits_are_scaled_alike_in_dark_and_bright_images(tmp_path: Path, suff
         Image.fromarray(np.array([[0, 3, 128, 255]], kind)).save(path)
         assert to_photo(path, 1)[0, :, 0].tolist() == [0, 3, 128, 255]
     Image.fromarray(np.array([[70_000]], np.int32)).save(tmp_path / "deeper.tif")
-    with pytest.raises(ValueError, match=r"deeper\.tif has 32-bit pixels"):
+    with pytest.raises(ValueError, match=r"deeper\.tif has values below 0 or above 65,535"):
         to_photo(tmp_path / "deeper.tif")
 
 

@@ -148,11 +148,12 @@ def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
     assert read(root, train=False).labels.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3]
 
 
-def test_shards_for_training_and_testing_are_not_mixed(root: Path) -> None:
+@pytest.mark.parametrize(("train", "other"), [("train", "val"), ("in1k-train", "in1k-validation")])
+def test_shards_for_training_and_testing_are_not_mixed(root: Path, train: str, other: str) -> None:
     for number, shard in enumerate(sorted((root / "train").glob("*.tar"))):
-        shard.rename(shard.with_name(f"train-{number}.tar"))
+        shard.rename(shard.with_name(f"{train}-{number}.tar"))
     assert len(read(root / "train").labels)
-    shutil.copy(root / "train/train-0.tar", root / "train/val-0.tar")
+    shutil.copy(root / f"train/{train}-0.tar", root / f"train/{other}-0.tar")
     with pytest.raises(ValueError, match=r"contains shards of training images and others; move th"):
         read(root / "train")
 

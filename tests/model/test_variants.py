@@ -604,14 +604,16 @@ def test_code_of_others_classifies_in_one_thread(name, monkeypatch):
 
 
 def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path, registry, capsys):
-    for folder, factor in (("one", 1), ("two", 2), ("same", 2)):
+    for folder, factor in (("one", 1), ("two", 2)):
         (tmp_path / folder).mkdir()
         code = OWN.format(f"return weights @ value * {factor}, weights")
+        code += "\n\nclass Mine(F.torch.nn.Module):\n    def forward(self, x):\n        return x\n"
         (tmp_path / folder / "apart.py").write_text(code)
-    for folder, words in (("one", ""), ("two", "apart.py:mine now means the one in"), ("same", "")):
-        load_attention(str(tmp_path / folder / "apart.py:mine"))
-        printed = capsys.readouterr().err
-        assert words in printed and bool(words) == bool(printed)
+    for folder, is_other in (("one", False), ("one/../one", False), ("two", True)):
+        for name in ("mine", "Mine"):
+            load_attention(str(tmp_path / folder / f"apart.py:{name}"))
+            warning = f"apart.py:{name} now means the one in {tmp_path}/{folder}/apart.py, not in"
+            assert (warning in capsys.readouterr().err) == is_other
     windows = find_attention("folder\\apart.py:mine")  # as a run that was trained there names it
     assert windows is find_attention("apart.py:mine")
 

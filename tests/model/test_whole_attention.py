@@ -17,7 +17,7 @@ from vit.commands.check import check
 from vit.commands.config import ExportConfig
 from vit.commands.export import write_exports
 from vit.commands.train import train
-from vit.explain.interventions import Interventions, gates_of, with_gates
+from vit.explain.interventions import Interventions, gated_weights, gates_of, with_gates
 from vit.model import variants
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
@@ -238,6 +238,46 @@ def test_weights_by_hand_have_gradients_and_cannot_be_masked(
     for mask in (None, torch.ones(N, N, dtype=torch.bool)):
         with pytest.raises(ValueError, match="ByHand computes no softmax over the tokens, so none"):
             placed(tokens(), mask)
+
+
+def test_heads_without_a_softmax_cannot_be_muted_in_the_tab() -> None:
+    sizes = {"img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 10, "embed_dim": D}
+    for heads in (1, 3):
+        model = VisionTransformer(**sizes, depth=1, num_heads=heads, attention=ByHand)
+        refused = pytest.raises(
+            ValueError, match="ByHand computes no softmax, so none of its heads"
+        )
+        with refused if heads > 1 else nullcontext():
+            gated_weights(model, gates_of(model))
+
+
+class Lazy(nn.Module):
+    """Layers whose widths come from the first tokens, as in d2l.ai."""
+
+    def __init__(self, num_hiddens: int, num_heads: int) -> None:
+        super().__init__()
+        self.inner, self.first = Plain(num_hiddens, num_heads), nn.LazyLinear(num_hiddens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x))
+
+
+def test_lazy_layers_are_made_before_the_model_is_initialised() -> None:
+    sizes = {"img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 10, "embed_dim": D}
+    model = VisionTransformer(**sizes, depth=1, num_heads=3, attention=Lazy)
+    assert model.blocks[0].attn.module.first.weight.shape == (D, D)
+
+
+@pytest.mark.parametrize("attention", ["mine", "torch.nn:MultiheadAttention"])
+def test_a_run_ends_with_attention_that_cannot_be_muted_or_seen_into(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are not muted, and the report explains mistakes."""
+    monkeypatch.setitem(variants.ATTENTION, "mine", ByHand)
+    model = {"attention": attention, "proj_drop_rate": 0, "attn_drop_rate": 0}
+    config = small(tmp_path / "run", model=model, train={"epochs": 1})
+    result = train(config)
+    assert result is not None and result["mistakes"]
 
 
 class Linear(Plain):

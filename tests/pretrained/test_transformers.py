@@ -203,11 +203,11 @@ def test_a_classifier_of_shapes_is_loaded_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("vit-backbone", {}, "is not a classifier with a head .*; train a new classifier with --"),
+        ("vit-backbone", {}, "is not a classifier .* with a head .*; train a new classifier with --"),
         (
             "dinov2-classifier",
             {},
-            "is not a classifier with a head .*; train a new classifier with --",
+            "is not a classifier .* with a head .*; train a new classifier with --",
         ),
         ("vit", {"model_type": "swin"}, "model of type swin .* must be of type vit, deit"),
         ("vit", {"hidden_act": "relu"}, "has hidden_act=relu; it must be gelu or"),

@@ -57,6 +57,16 @@ def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
     assert not choose()
 
 
+def test_a_gpu_needs_triton_and_a_compiler_of_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, mps = torch.device("cuda"), torch.device("mps")
+    monkeypatch.setattr("vit.training.build.sys.platform", "linux")
+    monkeypatch.setattr("vit.training.build.shutil.which", lambda name: None)
+    monkeypatch.setattr("vit.training.build.importlib.util.find_spec", lambda name: None)
+    assert missing_tool(cuda) == "triton" and missing_tool(mps) is None
+    monkeypatch.setattr("vit.training.build.importlib.util.find_spec", lambda name: name)
+    assert missing_tool(cuda) == "a C compiler"
+
+
 @torch._dynamo.config.patch(suppress_errors=False)  # put back at the end
 def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

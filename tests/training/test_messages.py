@@ -41,7 +41,7 @@ def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
     assert "20 epochs, the first 15 at 16 x 16 pixels" in text
     for share, full in ((None, True), (0.5, False)):
         text = start_of(128, 0, train={"freeze": "backbone", "small_share": share})
-        assert ("6 epochs, all at full size, for which the weights are made" in text) == full
+        assert ("6 epochs, all at full size (train.small_share)" in text) == full
 
 
 SPENT = {"training": {"seconds": 62.0, "pflop": 0.0123, "of_products": 0.25}}

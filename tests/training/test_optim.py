@@ -11,7 +11,10 @@ from vit.config import OptimConfig
 from vit.model.vit import VisionTransformer
 from vit.training.optim import build_optimizers
 
-BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
+FUSED = ("attn.qkv.weight", "attn.module.in_proj_weight")  # queries, keys and values
+BLOCK_MATRICES = (
+    *FUSED, "attn.proj.weight", "attn.module.out_proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"
+)  # fmt: skip
 RATES = {
     "lr": 0.01, "weight_decay": 0.5,
     "muon_lr": 0.02, "muon_weight_decay": 0.75, "muon_momentum": 0.9,
@@ -38,12 +41,14 @@ def apart(key: str, tensor: Tensor) -> tuple[Tensor, ...]:
     """Take a weight apart into the matrices that Muon is to make orthogonal."""
     if tensor.ndim == 4:
         return (tensor.permute(0, 2, 3, 1).flatten(1),)
-    return tensor.chunk(3) if key.endswith("attn.qkv.weight") else (tensor,)
+    return tensor.chunk(3) if key.endswith(FUSED) else (tensor,)
 
 
-@pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_muon_updates_each_matrix_as_torchs_does(stem):
-    model = build_vit(stem=stem)
+@pytest.mark.parametrize(
+    "variant", [{"stem": "linear"}, {"stem": "conv"}, {"attention": nn.MultiheadAttention}]
+)
+def test_muon_updates_each_matrix_as_torchs_does(variant):
+    model = build_vit(**variant)
     _, muon = build_optimizers(model, OptimConfig(name="muon", **RATES))
     learned = {key: value for key, value in model.named_parameters() if is_matrix(key, value)}
     expected = {

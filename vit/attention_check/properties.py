@@ -146,7 +146,8 @@ def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     order = torch.randperm(N, generator=generator(1, "check"))
     moved = Watch.run(subject, tokens[:, order])
     far = (moved.output - seen.output[:, order]).abs().max().item()
-    convolves = any("Conv" in type(module).__name__ for module in subject.modules())
+    convolutions = [m for m in subject.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+    convolves = any(max(module.kernel_size) > 1 for module in convolutions)
     is_mixed = not convolves and _mixes_tokens(subject, tokens)
     advice = "the place of a token matters: positions, or an order, as with a causal mask"
     if is_mixed:

@@ -32,7 +32,7 @@ def run(name: str, options: CheckConfig) -> None:
     load_attention(name)
     if options.json:
         target = Path(options.json)
-        require_replaceable(_is_own(target), [target], "is not of check --json")
+        require_replaceable(_is_own(target), [target], "is not of this command", "json")
     rows = check(attention_of(name))
     say(f"{printable(name)}, tried with {B} images of {N} tokens of width {D}\n")
     say("\n".join(map(str, rows)))

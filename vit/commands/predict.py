@@ -30,8 +30,8 @@ COLUMNS = "file,class,probability,class_1,"  # the first of a table
 def run(name: str, options: PredictConfig) -> Path:
     """Classify image files and write a table with a row for each.
 
-    The table appears when it is complete, and NAME_part.csv with the rows so far after Ctrl-C or
-    an error.
+    The table appears when it is complete, and NAME_part.csv with the rows so far after Ctrl-C, or
+    if a worker ends.
     Memory grows only with the list of files.
 
     Returns:

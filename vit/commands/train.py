@@ -57,7 +57,8 @@ def train(
     """Train and evaluate a model, and write everything to the run folder `config.out`.
 
     An unfinished run with the same config is resumed. Under torchrun, the processes divide every
-    batch among them and the first one writes.
+    batch among them and the first one writes. Otherwise there is one process; train.py starts one
+    for each core of a CPU.
 
     Args:
         config: The run.

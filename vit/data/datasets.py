@@ -203,6 +203,9 @@ def _note_first(images: ImageSet) -> None:
         if photo.mode.startswith("I") and 255 < (largest := int(np.asarray(photo).max())) < 2**14:
             dark = "so it is nearly black; scale images of 10 to 14 bits to 16 bits"
             note(f"{images.name(0)} has values up to {largest:,} of {DEEPEST:,}, {dark}")
+        if photo.mode == "RGB" and (largest := int(np.asarray(photo).max())) < 64:
+            hint = "if it has 10 to 14 bits, scale images to 16 bits"
+            note(f"{images.name(0)} is nearly black, with values up to {largest} of 255; {hint}")
 
 
 def split_training(

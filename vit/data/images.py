@@ -116,7 +116,7 @@ class ImageSet:
 
 
 def _relative(path: str, folder: Path) -> str:
-    """Return a path relative to a folder, unless it is on another drive, as on all systems."""
+    """Return a path relative to a folder, the same on all systems; itself on another drive."""
     with contextlib.suppress(ValueError):
         path = os.path.relpath(path, folder)
     return path.replace(os.sep, "/")

@@ -15,12 +15,18 @@ IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
     ".gif", ".tga", ".avif", ".heic", ".heif",
 )  # fmt: skip
-SYSTEM_FILES = {"__MACOSX", "Thumbs.db", "desktop.ini"}
+# Of cameras: Pillow would read their small previews.
+RAW_SUFFIXES = (".nef", ".dng", ".cr2", ".arw", ".orf", ".rw2", ".pef", ".srw", ".nrw")
+SYSTEM_FILES = {
+    "__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "lost+found", "$RECYCLE.BIN",
+    "System Volume Information",
+}  # fmt: skip
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 # Folders, and words in a table's column "split"; the first of TESTS that exists is for testing.
-TRAIN, TESTS = "train", ("test", "val", "valid", "validation", "dev", "eval", "evaluation")
-WORDS = "|".join((TRAIN, *TESTS))
-PART = re.compile(rf"(?:\w+[_-])?({WORDS})(?:ing)?(?:[_-]?(?:set|data|images))?")
+TRAIN, TESTS = "train", ("test", "eval", "evaluation", "val", "valid", "validation", "dev")
+NAME = rf"({'|'.join((TRAIN, *TESTS))})(?:ing)?(?:[ _-]?(?:set|data|images))?"
+PART = re.compile(rf"(?:\w+[_-])?{NAME}(?:[ _-]?\d+)?")
+SHARD = re.compile(rf"(?:.*[_.-])?{NAME}(?:[_.-].*|\d.*)?")
 LISTED = 10  # names in a message
 
 
@@ -32,7 +38,9 @@ def is_visible(name: str) -> bool:
 def is_image(path: str) -> bool:
     """Say whether a file is visible, and an image by its suffix or by its content."""
     name = path.rpartition(os.sep)[2]
-    return is_visible(name) and (name.lower().endswith(IMAGE_SUFFIXES) or _can_be_opened(path))
+    if not is_visible(name) or name.lower().endswith(RAW_SUFFIXES):
+        return False
+    return name.lower().endswith(IMAGE_SUFFIXES) or _can_be_opened(path)
 
 
 @functools.cache  # folders are listed several times in a run
@@ -108,11 +116,12 @@ def recognize(root: Path) -> str | None:
         return "table"
     part = next(filter(Path.is_dir, find_parts(root)), root)
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
-    if tar_files(part) and (part_of(part.name) or (root / CLASSES_FILE).is_file()):
+    is_listed = part_of(part.name) or (root / CLASSES_FILE).is_file()
+    folders = visible_folders(part)
+    if tar_files(part) and is_listed and not any(map(_has_image, folders)):
         return "shards"
     # Downloaded data sets may lie beside a folder of images, but not beside class folders. Images
     # without classes are refused when the folder is listed.
-    folders = visible_folders(part)
     is_folder = sum(map(_has_image, folders)) > 1
     return "folder" if is_folder or _has_image(root) else None
 
@@ -168,12 +177,17 @@ def image_files(folder: Path, seen: set[str] | None = None) -> tuple[list[str], 
     for path in queue:  # it grows
         if (real := os.path.realpath(path)) not in seen:
             seen.add(real)
-            _, folders, files = next(os.walk(path), (path, [], []))
+            _, folders, files = next(os.walk(path, onerror=_fail), (path, [], []))
             lists.append((path, sorted(filter(is_visible, files))))
             queue += [f"{path}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
     paths = [f"{path}{os.sep}{name}" for path, names in sorted(lists) for name in names]
     images = [path for path in paths if is_image(path)]
     return images, sorted({*paths} - {*images})
+
+
+def _fail(error: OSError) -> None:
+    """Stop at a folder that cannot be listed."""
+    raise error
 
 
 def listing(path: Path) -> str:

@@ -137,8 +137,9 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
     """
     if 0 in image.size:
         raise Unusable("has no pixels")
-    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
-    if channels not in (1, 3) and channels == pages:
+    # Otherwise the other pages, which may be masks that Pillow cannot read, do not matter.
+    is_stack = channels not in (1, 3) and image.format == "TIFF"
+    if is_stack and channels == getattr(image, "n_frames", 1):
         return tuple(bands_of(page.copy(), 1)[0] for page in ImageSequence.Iterator(image))
     if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
         return ImageOps.exif_transpose(image).split()
@@ -161,7 +162,8 @@ def _upright(image: Image.Image) -> Image.Image:
     if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
         grey = np.asarray(photo).astype(np.int64)
         if grey.min() < 0 or grey.max() > DEEPEST:
-            raise Unusable("has 32-bit pixels, which are not supported; convert it to 16 bits")
+            problem = f"has values below 0 or above {DEEPEST:,}, which are not supported"
+            raise Unusable(f"{problem}; convert it to 16 bits")
         # Values up to 255 are taken for 8 bits; a division would leave nothing but black.
         return Image.fromarray((grey // 257 if grey.max() > 255 else grey).astype(np.uint8))
     if photo.has_transparency_data:

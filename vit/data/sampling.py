@@ -73,8 +73,8 @@ def together(labels: Tensor, first: Tensor, choose: Callable[[Tensor], Tensor]) 
 def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: int) -> Tensor:
     """Choose the images to hold out from training, stratified by class.
 
-    The size is a number of images; a fraction of each class, if less than 1; None means 1,000 of a
-    set of at least 10,000 images, and a tenth of each class of a smaller one.
+    The size is a number of images; a fraction of each class, if less than 1; None means at most
+    1,000 of a set of at least 10,000 images, and a tenth of each class of a smaller one.
 
     Raises:
         ValueError: A class would be left without training images.

@@ -50,7 +50,8 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
             f"data.root: {part} contains no shards ({layout.listing(part)}); data.name=shards "
             "needs train/*.tar and test/*.tar, or *.tar, to be split by data.test_fraction"
         )
-    if part == root and len({shard.name.lower().startswith(layout.TRAIN) for shard in shards}) > 1:
+    words = [layout.SHARD.fullmatch(shard.stem.lower()) for shard in shards]
+    if part == root and len({word and word[1] for word in words}) > 1:
         raise ValueError(
             f"data.root: {part} contains shards of training images and others; move them to "
             f"{part / layout.TRAIN} and {part / 'test'}, so that they are not mixed"
@@ -114,7 +115,7 @@ def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, 
                 labels[key] = file.read(min(info.size, 999)).decode(errors="replace").strip()
     if not images:
         suffixes = ", ".join(layout.IMAGE_SUFFIXES)
-        raise _problem(shard, f"no images in it ({suffixes}); delete the shard")
+        raise _problem(shard, f"no images in it ({suffixes}, after the first dot); delete it")
     for key in sorted(images.keys() ^ labels.keys()):
         raise _problem(shard, f"{key} has no {'label' if key in images else 'image'}; {BELONG}")
     for key, label in labels.items():

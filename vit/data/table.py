@@ -80,14 +80,15 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
             for record in reader:
                 values = {name: (record[name] or "").strip() for name in columns}
                 path = str(file.parent / expand(values[PATH]))
+                shown = shorten(path, 300)
                 target, split = os.path.abspath(path), values.get(SPLIT)  # noqa: PTH100 - keeps links
-                part, missing = part_of(split or ""), not Path(path).is_file()
+                part, missing = part_of(split or ""), not os.path.isfile(path)  # noqa: PTH113
                 unknown = split is not None and part is None
                 problems = {
                     "more values than the header has columns": None in record,
                     "the label is empty": not values[LABEL],
-                    f"{path} is listed twice": target in seen,
-                    f"{path}: file not found; paths are relative to the table": missing,
+                    f"{shown} is listed twice": target in seen,
+                    f"{shown}: file not found; paths are relative to the table": missing,
                     f"split is {shorten(split)!r}; it must be train, val or test": unknown,
                 }
                 for problem in itertools.compress(problems, problems.values()):

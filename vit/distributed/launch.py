@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.multiprocessing.spawn import start_processes
@@ -32,7 +32,7 @@ Errors: TypeAlias = "SimpleQueue[Exception]"
 
 
 @contextlib.contextmanager
-def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[None]:
+def launched(count: int, work: Callable[[], object]) -> Iterator[None]:
     """Start processes that call a function, while this one does the same: `count` in all.
 
     Each process gets an equal part of the cores. This one is the first, so that it writes, prints,
@@ -61,18 +61,18 @@ def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[No
         loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
         if loopback:  # the processes need no network
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-        with _others(count - 1, threads, work, *args):
+        with _others(count - 1, threads, work):
             torch.set_num_threads(threads)
             yield
 
 
 @contextlib.contextmanager
-def _others(count: int, *args: Any) -> Iterator[None]:
+def _others(count: int, threads: int, work: Callable[[], object]) -> Iterator[None]:
     """Call `_run` in `count` other processes while this one, the first, runs the code inside."""
     # A copy of this process has imported everything. Elsewhere, copies are not safe.
     method = "fork" if sys.platform == "linux" else "spawn"
     errors: Errors = multiprocessing.get_context(method).SimpleQueue()
-    context = start_processes(_run, (errors, *args), count, join=False, start_method=method)
+    context = start_processes(_run, (errors, threads, work), count, join=False, start_method=method)
     try:
         yield
     except ConnectionLost as error:
@@ -84,13 +84,13 @@ def _others(count: int, *args: Any) -> Iterator[None]:
             process.kill()
 
 
-def _run(index: int, errors: Errors, threads: int, work: Callable[..., object], *args: Any) -> None:
+def _run(index: int, errors: Errors, threads: int, work: Callable[[], object]) -> None:
     """Call a function in one of the other processes, and pass an error on to the first one."""
     os.environ |= {"RANK": str(index + 1), "LOCAL_RANK": str(index + 1)}
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the first process has died
     torch.set_num_threads(threads)
     try:
-        work(*args)
+        work()
     except Exception as error:
         if not isinstance(error, ConnectionLost):
             error.add_note(f"in process {index + 1}:\n{traceback.format_exc()}")

@@ -147,7 +147,8 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         if "timed out" in message:
             setting = "train.timeout_minutes"
             problem = f"{setting}: another process has not answered for {timeout_minutes:g} minutes"
-        hint = "rerun the command to resume, without --overwrite"
+        hint = "rerun the command to resume, without --overwrite; if files were still being read, "
+        hint += "raise --train.timeout_minutes"
         raise ConnectionLost(f"{problem}; {hint}") from error
     finally:
         if dist.is_initialized():

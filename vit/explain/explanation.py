@@ -129,7 +129,8 @@ class Explanation:
     def save(self, path: str | Path) -> None:
         """Write the sheet to a file; its suffix chooses the format, e.g. .png or .pdf."""
         formats, suffix = Image.registered_extensions(), Path(path).suffix.lower()
-        require(suffix in formats, "path", path, "a picture, such as sheet.png")
+        is_writable = formats.get(suffix) in Image.SAVE
+        require(is_writable, "path", path, "a picture, such as sheet.png")
         with open_atomically(Path(path)) as file:
             self.sheet().save(file, formats[suffix], dpi=(200, 200))
 

@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import AttentionModel
 
 Function = Callable[..., Tensor]
@@ -248,7 +247,10 @@ def _relevances(
     logits: Tensor, values: list[Tensor], target: Tensor, keep_graph: bool = False
 ) -> list[Tensor]:
     """Return values times the gradients of the target's logit."""
-    gradients = attention_gradients(logits, values, target, keep_graph)
+    with torch.enable_grad():
+        chosen = logits.gather(1, target[:, None]).sum()
+    settings: Any = {"retain_graph": keep_graph, "materialize_grads": True}
+    gradients = torch.autograd.grad(chosen, values, **settings)
     return [x.detach() * gradient for x, gradient in zip(values, gradients, strict=True)]
 
 

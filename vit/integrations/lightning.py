@@ -24,7 +24,8 @@ class AttentionCallback(AttentionLog, Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log to the trainer's first TensorBoardLogger if the step is due."""
-        for writer in _writers(trainer)[:1] if trainer.is_global_zero else [None]:
+        for writer in _writers(trainer)[:1]:
+            writer = writer if trainer.is_global_zero else None
             self.add(writer, self.trained, trainer.global_step, _read)
 
 

@@ -4,6 +4,7 @@ Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In sel
 and keys come from the same tokens, so M = N.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -163,7 +164,7 @@ class MultiHeadSelfAttention(nn.Module):
         self.grid = grid or (0, 0)
         self.rel_pos = REL_POS[rel_pos](num_heads, head_dim, self.grid, num_prefix_tokens)
         place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
-        attend = attention and with_all_arguments(attention)
+        attend = with_all_arguments(attention) if inspect.isfunction(attention) else attention
         self.attention = (
             attend(num_heads=num_heads, head_dim=head_dim, **accepted_arguments(attend, place))
             if isinstance(attend, type)

@@ -109,6 +109,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.name == "vit":
+            is_wide = int(self.embed_dim * self.mlp_ratio) >= 1
+            settings.check(self, "mlp_ratio", is_wide, f"at least 1 / embed_dim, {self.embed_dim}")
             settings.check(self, "timm_args", self.timm_args is None, "null with model.name=vit")
             fits = (self.rel_pos, self.attention) not in UNFIT
             allowed = f"none or bias with model.attention={self.attention}"

@@ -35,8 +35,7 @@ class ReadSoftmax(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.size, self.mask, self.gates, self.given = size, mask, gates, given
-        self.weights: Tensor | None = None  # (B, H, N, N), of the last softmax of all heads
-        self.count = 0  # of these
+        self.weights: Tensor | None = None  # (B, H, N, N)
         self.heads: list[Tensor] = []  # (B, N, N) each, of a module with a softmax for each head
         self.other: torch.Size | None = None  # of a softmax that is not over tokens
 
@@ -64,7 +63,7 @@ class ReadSoftmax(TorchFunctionMode):
 
     def _gated(self, weights: Tensor) -> Tensor:
         if weights.numel() == math.prod(self.size):
-            self.weights, self.count = weights.view(self.size), self.count + 1
+            self.weights = weights.view(self.size)
             return (self.weights * self.gates[:, None, None]).view(weights.shape)
         if weights.shape != (self.size[0], *self.size[2:]) or len(self.heads) == self.size[1]:
             return weights

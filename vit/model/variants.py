@@ -22,9 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.console import note, warn
+from vit.console import note_once, warn
 from vit.model import attention
-from vit.model.arguments import Attention, accepted_arguments, with_all_arguments
+from vit.model.arguments import (
+    Attention,
+    FewerArguments,
+    accepted_arguments,
+    with_all_arguments,
+)
 from vit.model.attention import masked_softmax
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, is_in_file, read_definitions
@@ -37,7 +42,7 @@ from vit.model.whole_attention import (
     what_is_lost,
 )
 from vit.seeding import generator
-from vit.settings import suggest
+from vit.settings import check, suggest
 
 Dropout = Callable[[Tensor], Tensor]
 
@@ -160,17 +165,17 @@ def load_attention(name: str) -> Attention | None:
         skipped = definitions.left_out.get(attribute)
         why = f"; only definitions are executed, not {skipped}" if skipped else ""
         source = "".join(linecache.getlines(file))
-        if re.search(rf"^# *(class|def) {attribute}\b", source, re.MULTILINE):
+        if re.search(rf"^# *(class|def) {re.escape(attribute)}\b", source, re.MULTILINE):
             why = "; it is in a cell that is not Python"
         found = vars(definitions).items()
         own = [key for key, x in found if getattr(x, "__module__", "") == definitions.__name__]
         hint = why or f"; it defines {', '.join(own) or 'none'}{suggest(attribute, own)}"
         raise ValueError(f"model.attention: {file} has no function or class {attribute!r}{hint}")
     loaded, key = with_all_arguments(attention), Path(name).name
-    before = ATTENTION.get(key)
-    is_other = before is not None and source_digest(before) != source_digest(loaded)
-    if is_other and _code_of(before).co_filename != _code_of(loaded).co_filename:  # else edited
-        warn(f"model.attention: {key} now means the one in {file}, not the one loaded before")
+    before: Any = ATTENTION.get(key)
+    code = getattr(getattr(before, "forward", before), "__code__", None)
+    if code is not None and Path(code.co_filename).resolve() != Path(file).resolve():
+        warn(f"model.attention: {key} now means the one in {file}, not in {code.co_filename}")
     ATTENTION[key] = loaded
     return loaded
 
@@ -204,6 +209,8 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
     whole, draw = is_whole(variant), generator(0, "attention")
     if whole:
         refuse_options(variant, vars(model), "model.")
+    drops = not isinstance(variant, FewerArguments) or not model.attn_drop_rate
+    check(model, "attn_drop_rate", drops, f"0 with {name}, which takes no dropout")
     place, tokens = {"grid": grid, "num_prefix_tokens": prefix}, prefix + math.prod(grid)
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs: Any = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
@@ -243,7 +250,9 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         ) from error
     _check_model(model, variant, grid, prefix, weights)
     if not varies and not hint:  # for smaller images, the note has been printed for the full size
-        note(f"model.attention: {name}: maps that need gradients of its constant weights are empty")
+        note_once(
+            f"model.attention: {name}: maps that need gradients of its constant weights are empty"
+        )
 
 
 def _check_model(
@@ -272,14 +281,9 @@ def _check_order(module: WholeAttention, first: Tensor, second: Tensor) -> None:
         )
 
 
-def _code_of(variant: Any) -> Any:
-    """Return the code of a function, or of a class's forward."""
-    return inspect.unwrap(getattr(variant, "forward", variant)).__code__
-
-
 def place_of(error: Exception, variant: Any) -> str:
     """Return file and line of an error in somebody's code, and what of the file is missing."""
-    code = _code_of(variant)
+    code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
     frames = traceback.extract_tb(error.__traceback__)[1:]
     inside = [frame.lineno for frame in frames if frame.filename == code.co_filename]
     line, place = [code.co_firstlineno, *inside][-1], Path(code.co_filename).name

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
 from vit.model.attention import MultiHeadSelfAttention, for_all_heads
@@ -224,9 +225,7 @@ class WholeAttention(nn.Module):
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
             with ReadSoftmax(size, allowed, self.gates, read.weights):
                 output, _ = self.call(x, own, need_weights, grid)
-        # What is made of several softmaxes, such as a difference, only the module knows.
-        is_made = read.count > 1 and weights is not None and weights.shape == size
-        if self.has_softmax and read.weights is not None and not is_made:
+        if self.has_softmax and read.weights is not None:
             weights = read.weights
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
@@ -269,11 +268,15 @@ class WholeAttention(nn.Module):
         """Attend to the tokens of two images; return what was read, None if the module fails."""
         tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
+        # Their code may leave what it computes in a copy; lazy layers are made by the first call.
+        lazy = any(isinstance(p, UninitializedParameter) for p in self.module.parameters())
+        trial = (self if lazy else copy.deepcopy(self)).eval()
         try:
-            trial = copy.deepcopy(self).eval()  # in which their code may leave what it computes
             read = ReadSoftmax(size, None, self.gates)
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
                 trial.call(tokens, mask, grid=grid)
             return read
         except Exception:  # whatever their code raises
             return None
+        finally:
+            trial.train()

@@ -239,6 +239,7 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
             "save the state dict of one by itself"
         )
     weights = {key: value for key, value in weights.items() if not key.endswith(COMPUTED)}
+    weights.pop("mask_token", None)  # of pretraining, as in Meta's files of DINOv2
     if model.name != "vit":
         return Pretrained(name, {"timm_args": {}}, weights)
     with understood(name):

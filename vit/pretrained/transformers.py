@@ -101,12 +101,15 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
         input_size = (channels, sides, sides) if isinstance(sides, int) else (channels, *sides)
         stored = {k: v for file in files for k, v in safetensors.torch.load_file(file).items()}
         weights = _rename(stored, RENAMED + (FOR_EVA if kind in ("dinov3_vit", "beit") else ()))
-        if "head.weight" in weights and kind.startswith("dinov2"):
-            del weights["head.weight"], weights["head.bias"]
-            notes.append(
-                "its classifier reads class token and mean of the patches, so it is left out"
-            )
-        elif "head.weight" in weights:
+        head = weights.get("head.weight")
+        several = about.get("problem_type") not in (None, "single_label_classification")
+        why = "reads class token and mean of the patches" if kind.startswith("dinov2") else ""
+        if head is not None and (several or len(head) < 2):
+            why = "does not choose one of several classes"
+        if head is not None and why:
+            weights = {key: value for key, value in weights.items() if not key.startswith("head.")}
+            notes.append(f"its classifier {why}, so it is left out")
+        elif head is not None:
             names = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
             # Two classes of ImageNet are called crane.
             classes = tuple(f"{x} ({n})" if names.count(x) > 1 else x for n, x in enumerate(names))
@@ -122,8 +125,9 @@ def read_classifier(folder: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
     source, preprocess = read_transformers(folder)
     if source.classes is None:
         raise ValueError(
-            f"{folder} is not a classifier with a head of one linear layer over class token or "
-            f"mean; train a new classifier with --model.pretrained {folder}"
+            f"{folder} is not a classifier of one class for each image, with a head of one linear "
+            "layer over class token or mean; train a new classifier with --model.pretrained "
+            f"{folder}"
         )
     model = adopt(ModelConfig(pretrained=str(folder)), source.settings, str(folder))
     data = DataConfig(name="folder", image_size=preprocess.image_size, channels=preprocess.channels)
@@ -179,7 +183,9 @@ def _settings(
         }  # fmt: skip
         return {"name": "timm:vit_small_patch16_dinov3", "timm_args": arguments}
     if kind == "beit":
-        settings["global_pool"] = "avg" if about["use_mean_pooling"] else "token"
+        # Masked-image models have no norm of the mean, whatever their config says.
+        means = about["use_mean_pooling"] and "fc_norm.weight" in weights
+        settings["global_pool"] = "avg" if means else "token"
         arguments = {key: settings[key] for key in OF_TIMM} | {
             "init_values": about["layer_scale_init_value"] or None,
             "use_abs_pos_emb": "pos_embed" in weights,
@@ -211,8 +217,11 @@ def _preprocess(path: Path, input_size: tuple[int, ...], kind: str, notes: list[
     usual = IMAGENET if channels == 3 and kind in OF_IMAGENET else [[0.5] * channels] * 2
     about: dict[str, Any] = {"size": {"height": height, "width": width}, "resample": 3}
     about |= dict(zip(("image_mean", "image_std"), usual, strict=True))
+    nested = path.with_name("processor_config.json")  # with that of texts
     if path.is_file():
         about |= json.loads(path.read_text(encoding="utf-8"))
+    elif nested.is_file():
+        about |= json.loads(nested.read_text(encoding="utf-8"))["image_processor"]
     else:
         values = "those of ImageNet" if usual is IMAGENET else "0.5"
         notes.append(

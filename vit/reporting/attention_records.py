@@ -141,8 +141,9 @@ def read_frames(classifier: Classifier, images: ImageSet, seed: int) -> Tensor |
         _, _, tokens = model.forward_intermediates(classifier.normalize(part))
         return [layer[:, model.num_prefix_tokens :] for layer in tokens]
 
-    parts = pixels.split(max(1, PART // patches))
-    batches = map_on_cores(read, parts, classifier.threads)
+    size = max(1, PART // patches)
+    is_small = most_with_weights(classifier.model, size + 1, *pixels.shape[2:]) > size
+    batches = map_on_cores(read, pixels.split(size), classifier.threads if is_small else 1)
     finite = all(layer.isfinite().all() for batch in batches for layer in batch)
     return fit_frames(batches) if finite else None
 

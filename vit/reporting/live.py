@@ -29,7 +29,7 @@ from torch.func import functional_call
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.console import shorten, warn
+from vit.console import note_once, shorten, warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import to_onnx, trace
@@ -160,7 +160,7 @@ def add_live(
         for summary in log.summaries(classifier, pixels, step):
             add_summary(writer, summary, step)
     except (RuntimeError, ValueError) as error:  # other channels or precision; no run ends by it
-        warn(f"the Attention tab cannot run this model: {shorten(error, 300)}")
+        note_once(f"the Attention tab cannot run this model: {shorten(error, 300)}")
 
 
 _logs: WeakKeyDictionary[SummaryWriter, LiveLog] = WeakKeyDictionary()

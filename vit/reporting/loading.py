@@ -72,10 +72,10 @@ def results_folder(
     return folder
 
 
-def require_replaceable(is_own: bool, paths: Iterable[Path], why: str) -> None:
+def require_replaceable(is_own: bool, paths: Iterable[Path], why: str, key: str = "out") -> None:
     """Raise ValueError if one of the paths exists and is not the command's own; `why` says so."""
     for path in () if is_own else filter(Path.exists, paths):
-        raise ValueError(f"out: {path} exists and {why}; move it away, or use another --out")
+        raise ValueError(f"{key}: {path} exists and {why}; move it away, or use another --{key}")
 
 
 def require_own(
@@ -125,7 +125,9 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         )
     if test.classes != classes:
         missing = [name for name in classes if name not in test.classes]
-        note(f"test images of {len(test.classes)} of {len(classes)} classes; none: {join(missing)}")
+        counts = f"{len(test.classes)} of {len(classes)} classes"
+        if missing:
+            note(f"test images of {counts}; none: {join(missing)}")
         numbers = torch.tensor([classes.index(name) for name in test.classes])
         test = dataclasses.replace(test, labels=numbers[test.labels], classes=classes)
     if test.split and not saved.fingerprint:
@@ -141,7 +143,7 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         raise ValueError(
             f"data.root: {problem}, so it may have been trained on some of the test images; "
             "restore them, or put images to test with into test/<class>/ of another folder, or a "
-            "table (the run's split.csv is one), and point --data.root at it"
+            "table (the run's split.csv is one, if copied beside them), and point --data.root at it"
         )
     return test
 

@@ -17,6 +17,7 @@ from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model.definitions import is_in_file
 from vit.model_file import SavedModel, save_model, weights_digest
+from vit.pretrained.sources import LOCAL
 from vit.reporting.calibration import calibration_table
 from vit.reporting.loading import require_replaceable
 from vit.reporting.tables import markdown, metrics_table, read_report
@@ -46,12 +47,17 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
     say(f"wrote {printable(folder)}; upload it with: hf upload {printable(arguments)}")
 
 
+def _is_public(name: str) -> bool:
+    """Tell whether weights have the same name on all machines."""
+    return name.startswith((TIMM, HUB)) and not name.startswith(f"{TIMM}{LOCAL}")
+
+
 def without_places(config: Config) -> Config:
     """Return a config without the folders of the machine on which it was used."""
     defaults, model, optim = Config(), config.model, config.optim
 
     def bare(name: str | None) -> str | None:
-        return Path(name).name if name and not name.startswith((TIMM, HUB)) else name
+        return name if not name or _is_public(name) else Path(name).name
 
     names: dict[str, Any] = {key: bare(getattr(model, key)) for key in ("pretrained", "attention")}
     return dataclasses.replace(
@@ -86,6 +92,10 @@ def model_card(saved: SavedModel) -> str:
             tables += f"\n\n{calibration_table(report['calibration'])}"
         # Indented, because a class could be named ``` and end a fence.
         results = f"On {report['n']:,} test images:\n\n{textwrap.indent(tables, '    ')}"
+    source = saved.config.model.pretrained
+    if source and _is_public(source):
+        base = source.removeprefix(TIMM).removeprefix(HUB).partition("@")[0]
+        metadata["base_model"] = base if "/" in base else f"timm/{base}"
     template = Template(Path(__file__).with_suffix(".md").read_text("utf-8"))
     attention = saved.config.model.attention
     load = f"vit.load_attention({json.dumps(attention)})  # a file of your own: upload it, too\n"
@@ -99,6 +109,7 @@ def model_card(saved: SavedModel) -> str:
         count=len(saved.classes),
         classes=markdown(", ".join(saved.classes)),
         library=LIBRARY,
+        started=f"Started from the weights of {markdown(Path(source).name)}. " if source else "",
         steps=f"{saved.step:,}",
         data=data,
         results=results,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.classifier import Classifier
+from vit.classifier import Classifier, most_with_weights
 from vit.console import warn
 from vit.data.images import ImageSet
 from vit.evaluation import evaluate, intervals
@@ -18,6 +18,7 @@ from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import require_file, write_json, write_picture, write_table
+from vit.model.attention_model import require_attention
 from vit.model_file import weights_digest
 from vit.reporting.calibration import make_sets, measure_calibration, measure_sets, with_sets
 from vit.reporting.loading import require_own
@@ -57,9 +58,9 @@ def write_report(
     result, logits = evaluate(classifier, images, batch_size)
     result |= intervals(logits, images.labels.cpu())
     about = {"date": str(date.today()), "precision": str(classifier.precision).split(".")[1]}
-    weights = weights_digest(classifier.model)
-    kept = _kept_parts(folder, digest := _digest(classifier, images, weights))
+    kept = _kept_parts(folder, digest := _digest(classifier, images))
     kept |= {} if training is None else {"training": training}
+    weights = weights_digest(classifier.model)
     result |= {**about, "source": source, "digest": digest, "weights": weights, **kept}
     result["calibration"] = measure_calibration(classifier, images, logits, result)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
@@ -87,11 +88,14 @@ def write_report(
     return result
 
 
-def _digest(classifier: Classifier, images: ImageSet, weights: str) -> str:
+def _digest(classifier: Classifier, images: ImageSet) -> str:
     """Identify a model with its calibration, test images, and the views of them."""
     views = 6 if classifier.shift else classifier.flip
-    about = (images.fingerprint, images.labels.tolist(), views, classifier.calibration, weights)
-    return hashlib.sha256(repr(about).encode()).hexdigest()
+    about = (images.fingerprint, images.labels.tolist(), views, classifier.calibration)
+    digest = hashlib.sha256(repr(about).encode())
+    for weight in classifier.model.state_dict().values():
+        digest.update(weight.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _kept_parts(folder: Path, digest: str) -> dict[str, Any]:
@@ -170,10 +174,16 @@ def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: 
     Unlike in `Classifier.maps`, both are in units of the mean absolute value for the predicted
     class, so their difference is the relevance of the difference of the two logits.
     """
-    model, inputs = classifier.model, classifier.normalize(images)
-    targets = (classes.to(inputs.device) for classes in (predicted, labels))
-    maps = [propagate(model, inputs, target)[1].sum(dim=1) for target in targets]
-    relevance = torch.stack(maps, dim=1)
+    reader, inputs = require_attention(classifier.model), classifier.normalize(images)
+    size = most_with_weights(classifier.model, len(images), *images.shape[2:])
+
+    def explain(target: Tensor) -> Tensor:
+        pairs = zip(inputs.split(size), target.to(inputs.device).split(size), strict=True)
+        # Only with the weights are the insides of torch's module seen.
+        maps = [propagate(lambda x: reader.forward_intermediates(x)[0], *pair)[1] for pair in pairs]
+        return torch.cat(maps).sum(dim=1)
+
+    relevance = torch.stack([explain(predicted), explain(labels)], dim=1)
     return relevance / relevance[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
 
 

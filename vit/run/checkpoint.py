@@ -202,7 +202,7 @@ def _read_file(path: Path) -> dict[Any, Any]:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # foreign files raise all kinds
-            if is_out_of_memory(error):
+            if unsealed is not None and is_out_of_memory(error):  # else a damaged size
                 raise
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint, or is damaged")
@@ -220,11 +220,11 @@ def latest_checkpoint(run: Path) -> Checkpoint | None:
         ValueError: There are checkpoints, but none can be read.
     """
     paths = checkpoint_paths(run)
-    for path in reversed(paths):
+    for number, path in enumerate(reversed(paths), start=1):
         try:
             return read_checkpoint(path, tensors=False)
         except ValueError as error:
-            warn(f"{error}; trying an older checkpoint")
+            warn(f"{error}{'; trying an older checkpoint' if number < len(paths) else ''}")
     if paths:
         advice = "see the reasons above, and start over with --overwrite if they are damaged"
         raise ValueError(f"{run}: none of its checkpoints can be read; {advice}")

@@ -263,7 +263,7 @@ def missing_tool(device: torch.device) -> str | None:
             return "triton"
         if sys.platform != "linux":  # where triton may bring its own compiler
             return None
-        compilers = [os.environ.get("CC") or "gcc", "clang"]
+        compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         return "a C++ compiler" if device.type == "cpu" else "a C compiler"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():

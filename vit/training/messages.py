@@ -98,7 +98,7 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
         text += f", the first {first} at {sides(schedule.small_size)} pixels"
     scratch = config.model.pretrained is None and not state.frozen
     if not scratch and not schedule.small_fraction:
-        text += ", all at full size, for which the weights are made (train.small_share)"
+        text += ", all at full size (train.small_share)"
     if minutes is not None:
         text += f", to fit into {counted(minutes, 'minute', 'g')}"
     if schedule.total_steps < FEW_STEPS and scratch:

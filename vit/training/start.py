@@ -18,7 +18,7 @@ import torch
 
 from vit.classifier import Classifier, build_model
 from vit.config import OPTIMIZERS, Config
-from vit.console import is_out_of_memory, note, shorten, sides
+from vit.console import is_out_of_memory, note, note_once, shorten, sides
 from vit.data.layout import find_parts
 from vit.data.preprocess import Preprocess
 from vit.distributed.world import (
@@ -162,6 +162,8 @@ def check_config(config: Config) -> None:
     if is_inside and any(out.is_relative_to(part) for part in find_parts(root)):
         place = f"data.root={config.data.root}, where every folder is a class"
         raise ValueError(f"out: {config.out} is inside {place}; choose another --out")
+    if config.train.freeze == "backbone" and config.model.pretrained is None:
+        note_once("train.freeze: the backbone is random without --model.pretrained, and stays so")
     # Values that a config of an earlier version may have.
     whole = config.train.small_share != 1
     check(config.train, "small_share", whole, "less than 1: the last steps need the full size")

@@ -130,8 +130,8 @@ class TrainingStep:
     def _soft(self, targets: Tensor) -> Tensor:
         """Weigh and smooth targets (B, C); the mass spread over all classes has the label's weight.
 
-        So a rare class does not attract the images of others, as with torch's function, which
-        smooths first.
+        So a rare class does not attract the images of others, which happens if targets are smoothed
+        first, as torch does.
         """
         if self.class_weights is not None:
             targets = targets * self.class_weights
