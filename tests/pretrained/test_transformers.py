@@ -203,7 +203,7 @@ def test_a_classifier_of_shapes_is_loaded_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("vit-backbone", {}, "is not a classifier .* with a head .*; train a new classifier with --"),
+        ("vit-backbone", {}, "is not a classifier .* with a head .*; train a new classifier"),
         (
             "dinov2-classifier",
             {},
