@@ -136,7 +136,7 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"student, average.module are all trained; choose .*stud"):
         log()
     reads: list[int] = []
-    hook = module.average.module.register_forward_hook(lambda *_: reads.append(1))
+    hook = module.average.module.blocks[0].register_forward_hook(lambda *_: reads.append(1))
     trainer = SimpleNamespace(
         fast_dev_run=False, loggers=[sys.modules["lightning.pytorch.loggers"].TensorBoardLogger()],
         is_global_zero=False, global_step=3,
