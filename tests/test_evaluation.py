@@ -181,6 +181,9 @@ def test_what_would_give_wrong_predictions_is_refused(model, images):
         classify(copy.deepcopy(model).train())
     with pytest.raises(ValueError, match=r"classes: .*; it must be names that differ"):
         dataclasses.replace(classify(model), classes=("crane",) * 10)
+    preprocess = Preprocess((2240, 1120), (0.5,), (0.5,))
+    large = dataclasses.replace(classify(model), preprocess=preprocess)
+    assert large.part_size() <= 10 < classify(model).part_size()
     named = dataclasses.replace(classify(model), classes=[*"abcdefghij"])  # as torchvision does
     labelled = ImageSet(images, torch.zeros(len(images), dtype=torch.int64), tuple("abcdefghij"))
     assert evaluate(named, labelled)[0]["n"] == len(images)

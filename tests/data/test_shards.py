@@ -148,7 +148,9 @@ def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
     assert read(root, train=False).labels.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3]
 
 
-@pytest.mark.parametrize(("train", "other"), [("train", "val"), ("in1k-train", "in1k-validation")])
+@pytest.mark.parametrize(
+    ("train", "other"), [("train", "val"), ("in1k-train-of-9", "in1k-validation-of-1")]
+)
 def test_shards_for_training_and_testing_are_not_mixed(root: Path, train: str, other: str) -> None:
     for number, shard in enumerate(sorted((root / "train").glob("*.tar"))):
         shard.rename(shard.with_name(f"{train}-{number}.tar"))

@@ -415,6 +415,9 @@ def test_a_function_of_a_head_may_take_no_dropout_and_no_mask(tmp_path, registry
         rows = check(mine, with_cost=False)  # which builds a module of it
         failed = [row.property for row in rows if row.result == "failed"]
         assert failed == (["mask"] if "mask" in arguments else [])  # which it ignores
+        dropping = ModelConfig(attention=f"few{number}.py:mine", attn_drop_rate=0.1)
+        with pytest.raises(ValueError, match=r"^model\.attn_drop_rate: 0\.1 is not allowed"):
+            check_attention(dropping, (2, 3), 1)
         before = attention_code(ModelConfig(attention=f"few{number}.py:mine"))
         file.write_text(code)
         load_attention(f"{file}:mine")

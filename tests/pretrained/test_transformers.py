@@ -210,6 +210,7 @@ def test_a_classifier_of_shapes_is_loaded_as_it_is(tmp_path: Path) -> None:
             "is not a classifier .* with a head .*; train a new classifier with --",
         ),
         ("vit", {"model_type": "swin"}, "model of type swin .* must be of type vit, deit"),
+        ("vit", {"problem_type": "multi_label_classification"}, "not a classifier of one class"),
         ("vit", {"hidden_act": "relu"}, "has hidden_act=relu; it must be gelu or"),
         ("vit", {"num_attention_heads": None}, "is incomplete or damaged: TypeError"),
         ("vit", {"image_size": 64}, "does not fit .* size mismatch for pos_embed"),

@@ -148,7 +148,9 @@ def test_batches_make_the_same_records_and_large_weights_are_left_out(
 ) -> None:
     classifier, images = make_classifier("ours", 10), images_of(10)
     whole = make(classifier, images)
-    monkeypatch.setattr(module, "BATCH_SIZE", 2)
+    monkeypatch.setattr("vit.classifier.MOST_WEIGHTS", 3 * whole[0].weights.size - 1)
+    batches = attention_records(classifier, images)
+    assert max(len(attention.logits) for attention, _ in batches) == 2
     monkeypatch.setattr("vit.reporting.attention_records.MAX_WEIGHTS", whole[0].weights.size - 1)
     parts = make(classifier, images)
     assert all(record.weights is None for record in parts)

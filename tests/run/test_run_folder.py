@@ -182,6 +182,6 @@ def test_a_copy_of_a_checkpoint_and_a_config_of_another_program_are_kept(
     assert [*run.glob("checkpoints/*")] == [copy]
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.yaml").write_text("data: {}\nmodel: {}\noptim: {}\ntrain: {}  # mine\n")
+    (other / "config.yaml").write_text("out: x\ndata: {}\nmodel: {}\noptim: {}\ntrain: {}\n")
     with pytest.raises(ValueError, match="files other than a run"):
         check_run(replace(unfinished, out=str(other)), overwrite=True, environment=HOW)
