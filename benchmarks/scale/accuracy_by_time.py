@@ -113,7 +113,7 @@ def draw(rows: dict[str, list[Run]]) -> None:
     axis.set_xscale("log")
     axis.set_xticks([1, 3, 10, 30, 60], ["1", "3", "10", "30", "60"])
     axis.minorticks_off()
-    axis.set(xlabel="training time on a CPU, minutes", ylabel="test accuracy, %")
+    axis.set(xlabel="training time on two CPU cores, minutes", ylabel="test accuracy, %")
     axis.margins(y=0.15)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)

@@ -31,8 +31,7 @@ def run(name: str, options: PredictConfig) -> Path:
     """Classify image files and write a table with a row for each.
 
     The table appears when it is complete, and NAME_part.csv with the rows so far after Ctrl-C, or
-    if a worker ends.
-    Memory grows only with the list of files.
+    if a worker ends. Memory grows only with the list of files.
 
     Returns:
         The table: a CSV file with the columns file, class, probability, class_1, probability_1 and

@@ -14,7 +14,6 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from vit.console import note_once, warn
 from vit.model import attention
 from vit.model.arguments import (
     Attention,
+    Dropout,
     FewerArguments,
     accepted_arguments,
     with_all_arguments,
@@ -43,8 +43,6 @@ from vit.model.whole_attention import (
 )
 from vit.seeding import generator
 from vit.settings import check, suggest
-
-Dropout = Callable[[Tensor], Tensor]
 
 
 class CosineAttention(nn.Module):

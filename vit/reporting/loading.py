@@ -125,8 +125,8 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
         )
     if test.classes != classes:
         missing = [name for name in classes if name not in test.classes]
-        counts = f"{len(test.classes)} of {len(classes)} classes"
         if missing:
+            counts = f"{len(test.classes)} of {len(classes)} classes"
             note(f"test images of {counts}; none: {join(missing)}")
         numbers = torch.tensor([classes.index(name) for name in test.classes])
         test = dataclasses.replace(test, labels=numbers[test.labels], classes=classes)

@@ -152,7 +152,7 @@ export class Change {
         ),
       ),
     );
-    const [same] = [...this.body.querySelectorAll("button")].filter((one) => one.title === focused);
+    const same = [...this.body.querySelectorAll("button")].find((one) => one.title === focused);
     return same?.focus({ preventScroll: true });
   }
 }
