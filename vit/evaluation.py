@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # it imports tensorboard
     from vit.run.tracker import Logged
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
+MATRIX_CLASSES = 1000  # most of a confusion matrix, whose size is their square
 SAMPLE = 512  # training images for the statistics of batch norm
 
 
@@ -147,14 +148,17 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
         top5_accuracy_95, balanced_accuracy (mean recall of the classes that have images), macro_f1
         (mean F1 score of the classes that have images or predictions), loss (cross entropy, nats),
         ece (0 to 1), per_class (recall and precision with their intervals, and n, by class name),
-        confusion_matrix (counts: C true classes, C predicted ones) and reliability, see
-        `reliability`. For the other intervals see `intervals`.
+        confusion_matrix (counts: C true classes, C predicted ones; None above `MATRIX_CLASSES`) and
+        reliability, see `reliability`. For the other intervals see `intervals`.
     """
     count, num_classes = logits.shape
     predicted = logits.argmax(dim=1)
-    confusion = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-    confusion = confusion.view(num_classes, num_classes)
-    hits, true, guessed = confusion.diag(), confusion.sum(dim=1), confusion.sum(dim=0)
+    kinds = labels[predicted == labels], labels, predicted
+    hits, true, guessed = (kind.bincount(minlength=num_classes) for kind in kinds)
+    confusion = None
+    if num_classes <= MATRIX_CLASSES:
+        pairs = (labels * num_classes + predicted).bincount(minlength=num_classes**2)
+        confusion = pairs.view(num_classes, num_classes).tolist()
     counts = torch.stack([hits, true, guessed], dim=1).tolist()
     top = logits.topk(min(5, num_classes), dim=1).indices
     bins = reliability(logits.softmax(dim=1), labels)
@@ -171,7 +175,7 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
             name: {**fraction("recall", hit, n), **fraction("precision", hit, guess), "n": n}
             for name, (hit, n, guess) in zip(classes, counts, strict=True)
         },
-        "confusion_matrix": confusion.tolist(),
+        "confusion_matrix": confusion,
         "reliability": bins,
     }
 

@@ -69,10 +69,9 @@ def write_report(
         sets = make_sets(classifier, logits, uniform, coverage)
         result["sets"] = {**about, "coverage": coverage, **measure_sets(sets, images)}
         rows = with_sets(rows, sets, logits, images.classes)
-    pictures = {
-        "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
-        "reliability": reliability_picture(result["calibration"]),
-    }
+    pictures = {"reliability": reliability_picture(result["calibration"])}
+    if (confusion := result["confusion_matrix"]) is not None:
+        pictures["confusion_matrix"] = confusion_picture(confusion, images.classes)
     wrong = worst_mistakes(classifier.scaled(logits), images.labels, MISTAKES)
     mistakes = prediction_rows(classifier, images, logits, wrong)
     result["mistakes"] = [{k: row[k] for k in row if "_" not in k} for row in mistakes]

@@ -36,7 +36,7 @@ StoredReport = create_model(
     n=(int, ...),
     images_per_second=(Number, ...),
     per_class=(Annotated[dict[str, Row], Field(min_length=2)], ...),
-    confusion_matrix=(list[list[int]], ...),
+    confusion_matrix=(list[list[int]] | None, ...),
     calibration=(dict[str, Probabilities] | None, None),
     flip=(bool, False),
     weights=(str, ""),
@@ -55,8 +55,8 @@ StoredParts = create_model(
 def read_report(file: Path) -> dict[str, Any]:
     """Read the fields of report.json that are shown again; errors as for `vit.settings.parse`."""
     report: dict[str, Any] = parse(StoredReport, require_file(file).read_bytes(), file).model_dump()
-    size = len(report["per_class"])
-    if [len(row) for row in report["confusion_matrix"]] != [size] * size:
+    size, matrix = len(report["per_class"]), report["confusion_matrix"]
+    if matrix is not None and [len(row) for row in matrix] != [size] * size:
         raise ValueError(f"{file}: confusion_matrix must have {size} rows and {size} columns")
     return report
 
@@ -130,11 +130,13 @@ def metrics_table(result: dict[str, Any]) -> str:
     ]
     if len(names) <= 5:
         del lines[1]  # it is always 100%
-    rows = [["class", "recall", "precision", "images", "most often confused with"]]
-    confusion = enumerate(result["confusion_matrix"])
-    for values, (label, counts) in zip(result["per_class"].values(), confusion, strict=True):
-        count, worst = max((n, c) for c, n in enumerate(counts) if c != label)
+    rows = [["class", "recall", "precision", "images"]]
+    for name, values in zip(names, result["per_class"].values(), strict=True):
         cells = [with_interval(values, key, ".1%") for key in rows[0][1:3]]
-        confused = f"{names[worst]} ({count})" if count else "–"
-        rows.append([names[label], *cells, f"{values['n']:,}", confused])
+        rows.append([name, *cells, f"{values['n']:,}"])
+    if (confusion := result["confusion_matrix"]) is not None:
+        rows[0].append("most often confused with")
+        for label, counts in enumerate(confusion):
+            count, worst = max((n, c) for c, n in enumerate(counts) if c != label)
+            rows[label + 1].append(f"{names[worst]} ({count})" if count else "–")
     return "\n".join([*lines, "", *text_table(rows)])
