@@ -13,13 +13,8 @@ from vit.settings import expand
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 ALSO = {
-    "file": PATH,
-    "filename": PATH,
-    "image": PATH,
-    "class": LABEL,
-    "part": SPLIT,
-    "subset": SPLIT,
-}
+    "file": PATH, "filename": PATH, "image": PATH, "class": LABEL, "part": SPLIT, "subset": SPLIT,
+}  # fmt: skip
 
 
 def list_table(data: DataConfig, train: bool) -> ImageSet:

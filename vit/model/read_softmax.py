@@ -27,11 +27,7 @@ class ReadSoftmax(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        size: tuple[int, ...],
-        mask: Tensor | None,
-        gates: Tensor,
-        given: Tensor | None = None,
+        self, size: tuple[int, ...], mask: Tensor | None, gates: Tensor, given: Tensor | None = None
     ) -> None:
         super().__init__()
         self.size, self.mask, self.gates, self.given = size, mask, gates, given

@@ -35,12 +35,7 @@ from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, is_in_file, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
 from vit.model.positions import REL_POS, Grid
-from vit.model.whole_attention import (
-    WholeAttention,
-    is_whole,
-    refuse_options,
-    what_is_lost,
-)
+from vit.model.whole_attention import WholeAttention, is_whole, refuse_options, what_is_lost
 from vit.seeding import generator
 from vit.settings import check, suggest
 

@@ -15,12 +15,7 @@ from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.explain.kinds import ALL_KINDS
 from vit.files import inside, require_file, write_atomically, write_table
-from vit.run.checkpoint import (
-    CHECKPOINT_FOLDER,
-    Checkpoint,
-    checkpoint_paths,
-    latest_checkpoint,
-)
+from vit.run.checkpoint import CHECKPOINT_FOLDER, Checkpoint, checkpoint_paths, latest_checkpoint
 from vit.run.sharded import delete
 from vit.settings import changed_keys, parse, read_yaml
 
