@@ -7,6 +7,7 @@ ever executed. The checkpoint of a sharded run is a folder, see `vit.run.sharded
 
 import contextlib
 import io
+import re
 import warnings
 from dataclasses import field
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BeforeValidator, Field, with_config
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
+from vit import settings
 from vit.config import StoredConfig, to_dict
 from vit.console import is_out_of_memory, warn
 from vit.data.preprocess import Preprocess
@@ -24,18 +26,6 @@ from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
 from vit.files import require_file, seal, unseal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
-from vit.settings import (
-    CHECKED,
-    LARGE,
-    ClassNames,
-    FractionAbove0,
-    FractionBelow1,
-    Steps,
-    Text,
-    group,
-    parse,
-    require,
-)
 
 CHECKPOINT_FOLDER = "checkpoints"
 STEP_PATTERN = "step_[0-9]*"  # of the names of checkpoints; those that are files end with .pt
@@ -44,35 +34,35 @@ KEEP = 2  # checkpoints; the older one is used if the newer cannot be read
 RETIRED = ("processes", "device", "precision")  # fields of version 0.1
 
 
-@with_config(CHECKED)
+@with_config(settings.CHECKED)
 class Environment(TypedDict, total=False):
     """What a run depends on besides its config; earlier versions stored less."""
 
-    attention_code: Text
+    attention_code: settings.Text
     processes: int
-    device: Text
-    precision: Text
+    device: settings.Text
+    precision: settings.Text
     threads: int
     compiled: bool
     steps_per_epoch: int
-    teacher: Text  # digest of its weights
+    teacher: settings.Text  # digest of its weights
 
 
 def _as_pairs(value: Any) -> Tensor:
     """Turn lists of pairs, as JSON has them, into a tensor (N, 2)."""
     with contextlib.suppress(RuntimeError, TypeError, ValueError):
         pairs = torch.as_tensor(value, dtype=torch.float32).view(-1, 2)
-        if len(pairs) <= LARGE:  # of an epoch
+        if len(pairs) <= settings.LARGE:  # of an epoch
             return pairs
     raise ValueError("these are not pairs of numbers")
 
 
 AtLeast0 = Annotated[float, Field(ge=0)]
-StepSeconds = Annotated[float, Field(ge=1e-9, le=LARGE)]
+StepSeconds = Annotated[float, Field(ge=1e-9, le=settings.LARGE)]
 Pairs = Annotated[Tensor, BeforeValidator(_as_pairs)]  # losses and accuracies, (N, 2)
 
 
-@group("", kw_only=False)
+@settings.group("", kw_only=False)
 class Checkpoint:
     """The contents of a checkpoint: the state of a run, and what resuming it needs.
 
@@ -80,33 +70,34 @@ class Checkpoint:
     but not resumed.
     """
 
-    step: Steps  # optimizer steps done
+    step: settings.Steps  # optimizer steps done
     config: StoredConfig
-    classes: ClassNames
+    classes: settings.ClassNames
     model: dict[str, Tensor]  # the weights
     ema: dict[str, Tensor] | None = None  # their moving average
     optimizers: list[dict[str, Any]] = field(default_factory=list)  # the state of each
     points: Pairs = field(default_factory=lambda: torch.empty(0, 2))  # of each step of this epoch
     seconds: AtLeast0 = 0.0  # of training so far
     flop: AtLeast0 | None = None  # of training so far; None if part of it is unknown
-    total_steps: Steps | None = None  # for this and the next four, see `vit.run.length`
-    planned_steps: Steps = 0
-    changed_at: Steps = 0
-    changed_done: FractionBelow1 = 0.0
-    costs: tuple[tuple[FractionAbove0, StepSeconds], ...] = ()
-    skipped: Steps = 0  # steps whose loss or gradient was not finite
-    skipped_in_a_row: Steps = 0  # of the latest steps
-    num_images: Steps = 0  # for training
-    fingerprint: Text = ""  # of the user's files, see `vit.data.images.user_files`
+    total_steps: settings.Steps | None = None  # for this and the next four, see `vit.run.length`
+    planned_steps: settings.Steps = 0
+    changed_at: settings.Steps = 0
+    changed_done: settings.FractionBelow1 = 0.0
+    costs: tuple[tuple[settings.FractionAbove0, StepSeconds], ...] = ()
+    skipped: settings.Steps = 0  # steps whose loss or gradient was not finite
+    skipped_in_a_row: settings.Steps = 0  # of the latest steps
+    num_images: settings.Steps = 0  # for training
+    fingerprint: settings.Text = ""  # of the user's files, see `vit.data.images.user_files`
     environment: Environment = field(default_factory=Environment)
     preprocess: Preprocess | None = None
     folder: Path | None = None  # with the tensors of a sharded run; the fields may lack them
 
     def __post_init__(self) -> None:
         edges, total, at = [edge for edge, _ in self.costs], self.total_steps, self.changed_at
-        require(edges == sorted(edges) and edges[-1:] in ([], [1]), "costs", edges, "rising to 1")
+        rise = edges == sorted(edges) and edges[-1:] in ([], [1])
+        settings.require(rise, "costs", edges, "rising to 1")
         is_past = not total or at <= min(self.step, total - 1)
-        require(is_past, "changed_at", at, f"at most {self.step}, and below {total}")
+        settings.require(is_past, "changed_at", at, f"at most {self.step}, and below {total}")
 
 
 def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> None:
@@ -165,10 +156,9 @@ def step_of(path: Path) -> int:
 
 def checkpoint_paths(run: Path) -> list[Path]:
     """List a run's checkpoints, files and folders, oldest first."""
-    folder = run / CHECKPOINT_FOLDER
-    named = [path for path in folder.glob(STEP_PATTERN) if path.suffix in ("", ".pt")]
-    paths = [path for path in named if path.stem.removeprefix("step_").isdecimal()]
-    return sorted(paths, key=step_of)
+    paths = (run / CHECKPOINT_FOLDER).glob(STEP_PATTERN)
+    named = [path for path in paths if re.fullmatch(r"step_\d+(\.pt)?", path.name)]
+    return sorted(named, key=step_of)
 
 
 def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
@@ -186,7 +176,7 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     else:
         state = {**_read_file(path), "folder": None}
     state = {name: value for name, value in state.items() if name not in RETIRED}
-    return parse(Checkpoint, state, path)
+    return settings.parse(Checkpoint, state, path)
 
 
 def _read_file(path: Path) -> dict[Any, Any]:
