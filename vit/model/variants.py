@@ -23,18 +23,12 @@ from torch import Tensor, nn
 
 from vit.console import note_once, warn
 from vit.model import attention
-from vit.model.arguments import (
-    Attention,
-    Dropout,
-    FewerArguments,
-    accepted_arguments,
-    with_all_arguments,
-)
-from vit.model.attention import masked_softmax
+from vit.model.arguments import Attention, Dropout, FewerArguments, with_all_arguments
+from vit.model.attention import MultiHeadSelfAttention, masked_softmax
 from vit.model.config import ModelConfig
 from vit.model.definitions import SUFFIXES, is_in_file, read_definitions
 from vit.model.fused_kernel import is_released, source_digest
-from vit.model.positions import REL_POS, Grid
+from vit.model.positions import Grid
 from vit.model.whole_attention import WholeAttention, is_whole, refuse_options, what_is_lost
 from vit.seeding import generator
 from vit.settings import check, suggest
@@ -204,7 +198,7 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
         refuse_options(variant, vars(model), "model.")
     drops = not isinstance(variant, FewerArguments) or not model.attn_drop_rate
     check(model, "attn_drop_rate", drops, f"0 with {name}, which takes no dropout")
-    place, tokens = {"grid": grid, "num_prefix_tokens": prefix}, prefix + math.prod(grid)
+    tokens = prefix + math.prod(grid)
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs: Any = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
     try:
@@ -213,15 +207,13 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
             output, weights = module(inputs[0], need_weights=True)
             _check_order(module.eval(), inputs[0], inputs[1])
         else:
-            function: Any = variant
-            if isinstance(variant, type):
-                sizes: Any = {"num_heads": heads, "head_dim": head_dim}
-                function = variant(**sizes, **accepted_arguments(variant, place))
-            place = accepted_arguments(getattr(function, "forward", function), place)
-            positions = REL_POS[model.rel_pos](heads, head_dim, grid, prefix)
-            query, key, value = inputs
-            inputs, mask = positions.before(query, key, value, grid), positions.bias(grid)
-            output, weights = function(*inputs, mask, nn.Identity(), **place)
+            built = MultiHeadSelfAttention(
+                dim, heads, head_dim, attention=find_attention(name), rel_pos=model.rel_pos,
+                grid=grid, num_prefix_tokens=prefix,
+            )  # fmt: skip
+            inputs, bias = built.rel_pos.before(*inputs, grid), built.rel_pos.bias(grid)
+            attend: Any = built.attention or variant
+            output, weights = attend(*inputs, bias, nn.Identity(), **built.place)
         expected = inputs[-1].shape, (1, heads, tokens, tokens)
         if (output.shape, weights.shape) != expected:
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
