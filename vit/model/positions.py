@@ -64,11 +64,9 @@ class BiasPositions(Positions):
     def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
         super().__init__(num_heads, head_dim, grid, num_prefix_tokens)
         self.grid = grid
-        count = (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * (num_prefix_tokens > 0)
-        table = torch.zeros(count, num_heads)
-        offsets = torch.cartesian_prod(
-            *(torch.arange(n - 1, -n, -1.0) for n in grid)
-        )  # key - query
+        # From each query to its keys, in the order of the rows.
+        offsets = torch.cartesian_prod(*(torch.arange(n - 1, -n, -1.0) for n in grid))
+        table = torch.zeros(len(offsets) + 3 * (num_prefix_tokens > 0), num_heads)
         for head, start in enumerate(STARTS[: num_heads - 1]):
             squares = (offsets - torch.tensor(start)).square().sum(dim=1)
             table[: len(offsets), head] = -squares.clamp(max=FARTHEST)
