@@ -150,15 +150,16 @@ def load_training(
     shared = {} if shared is None else shared
     if "in_memory" not in shared:
         shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
-    try:
-        if shared["in_memory"]:
+    if shared["in_memory"]:
+        try:
             training, held = training.in_memory(), held.in_memory()
-        if check and data.on_bad_image == "error":
-            _require_readable(sets[2:] if shared["in_memory"] else sets)
-    except ValueError:
-        if check:
-            _require_readable(sets)  # names the unreadable files of all sets
-        raise
+        except ValueError:
+            if check:
+                _require_readable(sets)  # names the unreadable files of all sets
+            raise
+        sets = sets[2:]
+    if check and data.on_bad_image == "error":
+        _require_readable(sets)
     return training, held
 
 
