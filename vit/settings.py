@@ -6,7 +6,6 @@ A field's annotation states its type and range, and pydantic enforces both.
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import typing
 from collections.abc import Callable, Iterable
@@ -18,7 +17,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    JsonValue,
     TypeAdapter,
     ValidationError,
 )
@@ -31,7 +29,6 @@ T = TypeVar("T")
 # Of a dataclass whose values are checked.
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 NULL = ("", "~", "null")  # in YAML, unless quoted
-PYTHON = {"True": True, "False": False, "None": None}  # words that JSON spells otherwise
 # What pydantic's kinds of error mean to a user.
 IN_WORDS = {
     "missing": "it must have more values", "too_long": "it must have fewer values",
@@ -48,22 +45,6 @@ def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
     if len({*names}) < len(names):
         raise ValueError("names must differ")
     return names
-
-
-def _numbers(value: Any) -> Any:
-    """Turn text in nested lists and dictionaries into the numbers and switches it means."""
-    if isinstance(value, dict):
-        return {key: _numbers(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(part) for part in value]
-    try:
-        if isinstance(value, str):
-            value = PYTHON[value] if value in PYTHON else json.loads(value)
-    except ValueError:
-        return value
-    if isinstance(value, int | float) and not abs(value) <= LARGE:  # such as the length of a list
-        raise ValueError(f"model.timm_args: {value} is not allowed; it must be at most {LARGE:,}")
-    return value
 
 
 def _rows_and_columns(value: Any) -> Any:
@@ -99,8 +80,6 @@ ClassNames = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_un
 PathName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(expand)]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
-# Of a function of which this project knows neither the names nor the types of arguments.
-Arguments = Annotated[dict[str, JsonValue], BeforeValidator(_numbers)]
 Pixels = Annotated[int, Field(ge=1, le=10_000)]
 ImageSize = Annotated[tuple[Pixels, Pixels] | None, BeforeValidator(_rows_and_columns)]
 

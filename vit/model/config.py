@@ -4,16 +4,34 @@ import dataclasses
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
 from vit import settings
 
+PYTHON = {"True": True, "False": False, "None": None}  # words that JSON spells otherwise
 PATCH_SIZE = 4  # of a model trained from scratch, unless set
 TIMM = "timm:"  # before the name of a timm model
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
 # Positions that lose their meaning where attention splits or normalizes queries and keys.
 UNFIT = ("rope", "differential"), ("relative", "differential"), ("relative", "cosine")
+
+
+def _numbers(value: Any) -> Any:
+    """Turn text in nested lists and dictionaries into the numbers and switches it means."""
+    if isinstance(value, dict):
+        return {key: _numbers(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(part) for part in value]
+    try:
+        if isinstance(value, str):
+            value = PYTHON[value] if value in PYTHON else json.loads(value)
+    except ValueError:
+        return value
+    if isinstance(value, int | float):  # which may be the length of a list
+        fits = abs(value) <= settings.LARGE
+        settings.require(fits, "model.timm_args", value, f"at most {settings.LARGE:,}")
+    return value
 
 
 def _named(attention: Any) -> Any:
@@ -23,6 +41,10 @@ def _named(attention: Any) -> Any:
         allowed = f"a file and {name}, such as attention.ipynb:{name}; save the file first"
         settings.require(False, "model.attention", attention, allowed)
     return attention
+
+
+# Of a function of which this project knows neither the names nor the types of arguments.
+Arguments = Annotated[dict[str, JsonValue], BeforeValidator(_numbers)]
 
 
 @settings.group("model")
@@ -76,7 +98,7 @@ class ModelConfig:
     """
 
     name: settings.Text = "vit"
-    timm_args: settings.Arguments | None = None
+    timm_args: Arguments | None = None
     pretrained: settings.PathName | None = None
     patch_size: Annotated[int, Field(ge=1, le=10_000)] | None = None
     stem: Literal["linear", "conv"] = "linear"
