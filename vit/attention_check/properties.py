@@ -239,6 +239,7 @@ def _no_mask(subject: Subject) -> Row:
 
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     """Check that dropout acts on the weights, and that those returned are from before it."""
+    what = "weights are from before dropout"
     dropping = copy.deepcopy(subject).train()
     with torch.no_grad(), Watch() as watch:
         if isinstance(dropping, WholeAttention):  # what the module itself returns
@@ -249,12 +250,11 @@ def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     are_scores = watch.scores is not None and _share_of_zeros(watch.scores, seen.scores) > 0.01
     if drop and torch.allclose(output, seen.output):
         advice = "it takes dropout, but never applies it, so attn_drop_rate has no effect"
-        return Row("weights are from before dropout", "remark", "", advice)
+        return Row(what, "remark", "", advice)
     advice = "it returns weights after dropout; those before are shown"
     if are_scores:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
     number = "it returns none, so those of its softmax are shown" if weights is None else ""
-    what = "weights are from before dropout"
     return judge(what, lost or are_scores, advice, number, is_choice=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -75,8 +76,8 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
-        result = func(*args, **(kwargs or {}))
         keywords = kwargs or {}
+        result = func(*args, **keywords)
         matrix: Any = args[1] if len(args) > 1 else keywords.get("weight")
         if func is F.linear or (func in PRODUCTS and isinstance(matrix, nn.Parameter)):
             result = result + self.add.get(len(self.projections), 0)
@@ -105,11 +106,10 @@ class Watch(TorchFunctionMode):
                 parts[number, 0] = output if output.shape[1] == heads else output.transpose(1, 2)
             elif output.ndim == 3 and output.shape[-1] % heads == 0:
                 output = output if output.shape[0] == B else output.transpose(0, 1)
-                parts[number, 0] = output.unflatten(-1, (heads, -1)).transpose(1, 2)
+                parts[number, 0] = rearrange(output, "b n (h d) -> b h n d", h=heads)
                 if output.shape[-1] % (3 * heads) == 0:
-                    thirds = [*output.chunk(3, dim=-1)]  # queries of all heads, keys, values
-                    split = parts[number, 0].chunk(3, dim=-1)  # or by head: queries, keys, values
-                    for third, part in enumerate(thirds, start=1):
-                        parts[number, third] = part.unflatten(-1, (heads, -1)).transpose(1, 2)
-                        parts[number, third + 3] = split[third - 1]
+                    # Queries of all heads, keys, values; or these three of each head.
+                    for first, pattern in ((1, "(t h d)"), (4, "(h t d)")):
+                        thirds = rearrange(output, f"b n {pattern} -> t b h n d", t=3, h=heads)
+                        parts |= {(number, first + third): x for third, x in enumerate(thirds)}
         return parts
