@@ -82,7 +82,6 @@ def _repeats(subject: Subject, tokens: Tensor) -> Row:
 
 
 def _images(subject: Subject, tokens: Tensor) -> Row:
-    """Check that what comes out for an image does not change with the other images."""
     with torch.no_grad():
         far = (subject(tokens) - subject(_others(tokens)))[0].abs().max().item()
     advice = "an image attends to the others of its batch: tokens are (batch, tokens, width); "
@@ -111,7 +110,6 @@ def _shapes(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 
 
 def _finite(subject: Subject, tokens: Tensor) -> Iterator[Row]:
-    """Check that numbers are finite in two precisions and with large scores."""
     advice = "subtract the largest score before exp, as torch.softmax does"
     for what, scale, precision in (
         ("finite in float32", 1, torch.float32), ("finite in bfloat16", 1, torch.bfloat16),
@@ -123,7 +121,6 @@ def _finite(subject: Subject, tokens: Tensor) -> Iterator[Row]:
 
 
 def _sums(seen: Watch) -> Row:
-    """Check that the rows of weights sum to 1 over the keys."""
     axes = {"keys": -1, "queries": -2, "heads": 1, "batch": 0}
     far = {name: (seen.weights.sum(dim) - 1).abs().max().item() for name, dim in axes.items()}
     what, number = "rows of weights sum to 1", f"off by {far['keys']:.1g}"
@@ -142,7 +139,6 @@ def _sums(seen: Watch) -> Row:
 
 
 def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
-    """Check that permuting the tokens permutes the outputs."""
     order = torch.randperm(N, generator=generator(1, "check"))
     moved = Watch.run(subject, tokens[:, order])
     far = (moved.output - seen.output[:, order]).abs().max().item()
@@ -193,7 +189,6 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 
 def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that keys that a mask hides get no weight, for each image and with no key at all."""
-    what = "mask"
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     for image in range(B):
         keep[image, 0, image : image + 3] = False
@@ -202,7 +197,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     except Exception as error:  # whatever their code raises
         advice = f"fails with a boolean mask, {[B, 1, N, N]} or {[B, N, N]}: "
         advice += f"{type(error).__name__}: {shorten(error, 200)}"
-        return Row(what, "failed", "", advice)
+        return Row("mask", "failed", "", advice)
     weights = masked.weights
     # Rows that attend to hidden keys only, as those of causal attention may, have no right result.
     usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
@@ -223,11 +218,11 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     elif seen.scores is not None and (sums * usual).abs().max() > 0.01:
         advice = after
     if advice:
-        return Row(what, "failed", f"largest hidden weight {hidden.max():.1g}", advice)
+        return Row("mask", "failed", f"largest hidden weight {hidden.max():.1g}", advice)
     none = Watch.run(subject, tokens, torch.zeros(N, N, dtype=torch.bool))
     advice = "rows that hide every key become NaN; if there are any, fill with -1e9, not -inf"
     is_wrong = not none.output.isfinite().all()
-    return judge(what, is_wrong, advice, "hidden keys get no weight", is_choice=True)
+    return judge("mask", is_wrong, advice, "hidden keys get no weight", is_choice=True)
 
 
 def _no_mask(subject: Subject) -> Row:

@@ -75,7 +75,6 @@ class Watch(TorchFunctionMode):
         self.output = self.weights = torch.empty(0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
         keywords = kwargs or {}
         result = func(*args, **keywords)
         matrix: Any = args[1] if len(args) > 1 else keywords.get("weight")

@@ -119,7 +119,6 @@ class ReadWeights(TorchFunctionMode):
         self._is_attending = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
         if func is Tensor.softmax:
             self._is_attending = True
             return masked_softmax(args[0], self._mask)

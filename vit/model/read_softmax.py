@@ -36,7 +36,6 @@ class ReadSoftmax(TorchFunctionMode):
         self.other: torch.Size | None = None  # of a softmax that is not over tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)

@@ -186,8 +186,7 @@ def _read_file(path: Path) -> dict[Any, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     unsealed, state = unseal(data), None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about foreign pickles
+    with warnings.catch_warnings(action="ignore"):  # torch warns about foreign pickles
         file = io.BytesIO(data if unsealed is None else unsealed)
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
