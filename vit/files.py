@@ -1,4 +1,4 @@
-"""Writing files, completely or not at all and never through a link, and checking sealed ones.
+"""Writing files: completely or not at all, and never through a link; and files with a checksum.
 
 A crash at any moment leaves either the old file or the new one. A folder from somebody else may
 contain links, so a file is written under a random name and then replaces even a link. A sealed file
@@ -22,7 +22,7 @@ from PIL import Image
 
 
 def inside(base: Path, *names: str) -> Path:
-    """Return a folder inside another one, for writing into it.
+    """Return a folder below `base`, for writing into it.
 
     Raises:
         ValueError: One of the folders below `base` is a link, which may lead anywhere.

@@ -45,7 +45,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Tell whether the hardware multiplies bfloat16 matrices faster than float32 ones."""
+    """Return whether the hardware multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cpu":
         # The oldest supported releases of torch do not report it; they take float32.
         capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

@@ -116,7 +116,7 @@ def keys(config: Any, prefix: str = "") -> list[str]:
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
-    """Say that there is no such key, and suggest a known one."""
+    """Return a message that there is no such key, with a suggestion."""
     last = {name: name.rpartition(".")[2] for name in known}
     group, _, name = key.rpartition(".")
     if key in last:
@@ -157,7 +157,7 @@ def _first(error: ValidationError, group: str = "") -> tuple[str, str, str]:
 
 
 def parse(kind: Any, content: Any, source: object) -> Any:
-    """Make an object of a kind, such as a class, of what a file of anybody contains.
+    """Convert the content of an untrusted file to a type, such as a dataclass, and check it.
 
     The content is JSON as bytes or text, or values read from another format.
 

@@ -154,7 +154,7 @@ def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 
 
 def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
-    """Tell whether the last token changes the scores of others, or what a token takes of itself."""
+    """Return whether the last token changes others' scores, or what a token takes of itself."""
     other = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
     first, second = (Watch.run(subject, x, weights=torch.eye(N)) for x in (tokens, other))
     changes = [(first.output - second.output)[:, :-1]]
@@ -226,7 +226,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 
 
 def _no_mask(subject: Subject) -> Row:
-    """Say what happens to masks that an attention does not take."""
+    """Return the row of an attention that takes no mask."""
     if isinstance(subject, WholeAttention) and subject.has_softmax:
         return Row("mask", "passed", "taken by no argument, so it is applied to the softmax")
     return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")

@@ -1,4 +1,4 @@
-"""Projections, scores and weights of any attention, seen and changed while it computes; findings.
+"""Recording and changing the projections and scores of any attention; rows of a check.
 
 Shapes: B batch, N tokens, D token width, H heads, d head width.
 """

@@ -37,8 +37,8 @@ def open_images(
 
     Args:
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
-        shared: Where the first of several processes puts what is wrong with which files, so that
-            all leave out the same, see `World.main_first`.
+        shared: Filled by the first of several processes with the problems of unreadable files, so
+            that all leave out the same ones, see `World.main_first`.
 
     Raises:
         ValueError: The data or a package for it is missing, or no image of a class can be read.
@@ -65,7 +65,7 @@ def open_images(
 
 
 def _drop(images: ImageSet, unreadable: dict[int, str]) -> ImageSet:
-    """Leave out the images that cannot be read, by index with what is wrong, and name them."""
+    """Leave out and name the unreadable images, given as the problem of each index."""
     if not unreadable:
         return images
     names = join([images.name(index) for index in unreadable]) + _heic_hint(unreadable.values())
@@ -81,7 +81,7 @@ def _drop(images: ImageSet, unreadable: dict[int, str]) -> ImageSet:
 
 
 def _heic_hint(problems: Iterable[str]) -> str:
-    """Return what HEIC photos, of telephones, need, if a problem is that it is missing."""
+    """Return a hint on how to read HEIC photos if this is one of the problems, else ""."""
     some = any(NEEDS_HEIF in problem for problem in problems)
     return "; HEIC photos need a package: run pip install pillow-heif" if some else ""
 
@@ -89,7 +89,7 @@ def _heic_hint(problems: Iterable[str]) -> str:
 def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> ImageSet:
     """Load the test images of a data set into memory, or leave them in their files if too large.
 
-    They get the size of `preprocess`, or else the data set's.
+    They are resized as by `preprocess`; None means the data set's size.
 
     Raises:
         ValueError: As for `open_images`; or an image cannot be read.
@@ -101,7 +101,7 @@ def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> 
 def fit_into_memory(
     sets: Iterable[ImageSet], memory_gb: float | None, device: torch.device = CPU
 ) -> bool:
-    """Tell whether the decoded images of some sets fit into `memory_gb`, in GB (10^9 bytes).
+    """Return whether the decoded images of some sets fit into `memory_gb`, in GB (10^9 bytes).
 
     None is a quarter of the free memory of this machine, divided by the number of processes that
     train on it, or of the accelerator that the images move to, if less. Sets in memory don't count.
@@ -177,7 +177,7 @@ def _require_readable(sets: Sequence[ImageSet]) -> None:
 
 
 def report_copies(sets: Sequence[ImageSet]) -> None:
-    """Say how many images, the last of which are for testing, are copies, and what is in doubt."""
+    """Report copies of images, also across classes and in the test images, the last of the sets."""
     names = [images.name(index) for images in sets for index in range(len(images))]
     labels = torch.cat([images.labels for images in sets])
     first = first_copies([origin for images in sets for origin in images.origins])
@@ -194,7 +194,7 @@ def report_copies(sets: Sequence[ImageSet]) -> None:
 
 
 def _note_first(images: ImageSet) -> None:
-    """Say what is lost of files like the first: all pages but one, or levels below 16 bits."""
+    """Note what is lost in files like the first: further pages, or dark values of 16 bits."""
     file: Any = images.origins[0]
     with contextlib.suppress(Exception), open_image(getattr(file, "open", lambda: file)()) as photo:
         pages = getattr(photo, "n_frames", 1)

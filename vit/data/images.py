@@ -47,7 +47,7 @@ class ImageSet:
 
     @property
     def device(self) -> torch.device:
-        """Where the images are, or are moved to when they are decoded."""
+        """The device of the images, also of those that are still to be decoded."""
         return self.images.device
 
     def select(self, indices: Tensor) -> "ImageSet":
@@ -68,7 +68,7 @@ class ImageSet:
         return self.select(others.nonzero().squeeze(1)), self.select(indices)
 
     def name(self, index: int) -> str:
-        """Return what an image is called: its file, relative to the folder, or "no. 17"."""
+        """Return the name of an image: its file, relative to the folder, or "no. 17"."""
         origin = self.origins[index] if self.origins else index
         if isinstance(origin, int):
             return f"no. {origin}"
@@ -76,7 +76,7 @@ class ImageSet:
         return path.removeprefix(f"{self.folder}{os.sep}").replace(os.sep, "/")
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Return what a table or a JSON file calls an image: its index, and its file if any."""
+        """Return what identifies an image in tables and JSON: its index, and its file if any."""
         return {"index": index} | ({"file": self.name(index)} if self.fingerprint else {})
 
     def to(self, device: torch.device) -> "ImageSet":
@@ -116,7 +116,7 @@ class ImageSet:
 
 
 def _relative(path: str, folder: Path) -> str:
-    """Return a path relative to a folder, the same on all systems; itself on another drive."""
+    """Return a path relative to a folder, with slashes; the path itself if on another drive."""
     with contextlib.suppress(ValueError):
         path = os.path.relpath(path, folder)
     return path.replace(os.sep, "/")

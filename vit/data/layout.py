@@ -31,12 +31,12 @@ LISTED = 10  # names in a message
 
 
 def is_visible(name: str) -> bool:
-    """Say whether a file or folder is the user's, not the system's, such as .DS_Store."""
+    """Return whether a file or folder is the user's, not the system's, such as .DS_Store."""
     return not name.startswith(".") and name not in SYSTEM_FILES
 
 
 def is_image(path: str) -> bool:
-    """Say whether a file is visible, and an image by its suffix or by its content."""
+    """Return whether a file is visible, and an image by its suffix or its content."""
     name = path.rpartition(os.sep)[2]
     if not is_visible(name) or name.lower().endswith(RAW_SUFFIXES):
         return False
@@ -60,14 +60,14 @@ def _can_be_opened(path: str) -> bool:
 
 
 def note_unused(folder: Path, files: Sequence[str], why: str) -> None:
-    """Say once which files in a folder are not used, and why."""
+    """Note once which files in a folder are not used, and why."""
     if files:
         names = join([os.path.relpath(file, folder) for file in files])
         note_once(f"{folder}: {counted(len(files), 'file', ',')} ignored, {why}: {names}")
 
 
 def part_of(name: str) -> str | None:
-    """Return which of TRAIN and TESTS a name means, such as Training, seg_test or VAL, if any."""
+    """Return the word of TRAIN and TESTS that a name such as Training or seg_test means, if any."""
     match = PART.fullmatch(name.lower())
     return match and match[1]
 
@@ -127,7 +127,7 @@ def recognize(root: Path) -> str | None:
 
 
 def is_stored(data: DataConfig) -> bool:
-    """Tell whether a published data set, or its archive, is in data.root."""
+    """Return whether a published data set, or its archive, is in data.root."""
     return bool(data.spec.files) and any(Path(data.root).glob(data.spec.files))
 
 

@@ -111,7 +111,7 @@ def _require_file(path: Path, key: str) -> Path:
 
 
 def _read(file: Path | TarMember, channels: int) -> Bands:
-    """Read a file, quietly where Pillow only warns, of damaged EXIF data, say."""
+    """Read a file without Pillow's warnings, such as those of damaged EXIF data."""
     try:
         stream = file if isinstance(file, Path) else file.open()
         with warnings.catch_warnings(action="ignore"):

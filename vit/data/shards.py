@@ -95,7 +95,7 @@ def _index(shards: Sequence[Path]) -> list[tuple[TarMember, int]]:
 
 @functools.cache  # images are listed several times in a run
 def _index_shard(shard: Path, size: int, changed: int) -> list[tuple[TarMember, int]]:
-    """Read the headers and labels of a shard, again if its size or the time of change differs."""
+    """Read the headers and labels of a shard, again if its size or modification time differs."""
     images: dict[str, TarMember] = {}
     labels: dict[str, str] = {}
     with require_file(shard).open("rb") as file:

@@ -63,7 +63,7 @@ def first_copies(files: Sequence[ImageFile | int]) -> Tensor:
 
 
 def _stat(file: ImageFile | int) -> tuple[int, int]:
-    """Return the size and the time of change, where they are known."""
+    """Return the size and the modification time, 0 where they are not known."""
     if isinstance(file, str) and os.path.isfile(file):  # noqa: PTH113 - faster
         stat = os.stat(file)  # noqa: PTH116
         return stat.st_size, stat.st_mtime_ns
@@ -83,7 +83,7 @@ def _digest(file: ImageFile, stat: tuple[int, int], count: int | None) -> object
 
 
 def _decode_files(files: Sequence[ImageFile], preprocess: Preprocess) -> Decoded:
-    """Return images (B, C, H, W) uint8, and by position what is wrong with unreadable ones."""
+    """Return images (B, C, H, W) uint8, and the problems of unreadable ones by their position."""
     shape = (len(files), preprocess.channels, *preprocess.image_size)
     images, problems = np.zeros(shape, dtype=np.uint8), {}
     for position, file in enumerate(files):
@@ -191,7 +191,7 @@ class ImageFiles:
         return pixels.to(self.device)
 
     def problems(self) -> Iterator[tuple[int, str]]:
-        """Decode all images; yield the index of each that cannot be read, and what is wrong."""
+        """Decode all images; yield the index and the problem of each that cannot be read."""
         for start, _, problems in self.decode_all("checking images"):
             for position, problem in problems.items():
                 yield start + position, problem

@@ -64,7 +64,7 @@ def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> Non
 def replicate(forward: nn.Module, unused: bool = False) -> DistributedDataParallel:
     """Average the gradients of a model, possibly compiled, in its backward pass.
 
-    `unused` tells whether the logits may not depend on some of the parameters.
+    `unused` is whether the logits may be independent of some parameters.
     """
     with warnings.catch_warnings():  # torch 2.15 has a new name for it, which 2.11 does not know
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -88,12 +88,12 @@ def synchronize(forward: nn.Module, enabled: bool) -> None:
 
 
 def averages_gradients(forward: nn.Module) -> bool:
-    """Tell whether the backward pass of a model averages its gradients over the processes."""
+    """Return whether the backward pass of a model averages its gradients over the processes."""
     return isinstance(forward, DistributedDataParallel) or is_sharded(forward)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether `shard` has divided a model's weights among processes."""
+    """Return whether `shard` has divided a model's weights among processes."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
@@ -103,7 +103,7 @@ def to_local(tensor: Any) -> Tensor:
 
 
 def to_full(tensor: Any) -> Tensor:
-    """Put a tensor together that may be sharded; all processes have to call this."""
+    """Gather a tensor that may be sharded; called by all processes."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -92,7 +92,7 @@ class World:
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -172,7 +172,7 @@ class StopRequest:
         self._process = os.getpid()
 
     def agreed(self, world: World) -> bool:
-        """Tell whether any process was asked to stop; all processes call this between steps."""
+        """Return whether any process was asked to stop; all processes call this between steps."""
         # A signal that arrives during the exchange counts at the next step, in all processes.
         heard = int(world.largest(torch.tensor(self.signal)))
         self.signal = heard or self.signal

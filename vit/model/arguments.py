@@ -1,4 +1,4 @@
-"""What attention is given: functions and classes of a head, and the arguments that they take."""
+"""What attention may be, a function or class of a head or a module, and its arguments."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def accepted_arguments(function: Callable[..., Any], values: dict[str, Any]) -> 
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
-    """Tell whether a call must pass a parameter."""
+    """Return whether a call must pass a parameter."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and parameter.kind not in kinds
 
@@ -56,7 +56,7 @@ class FewerArguments:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout,
         **place: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Attend like `scaled_dot_product_attention`; ValueError if it would have to drop."""
+        """Attend like `scaled_dot_product_attention`; ValueError if the dropout rate is above 0."""
         name = self.function.__name__
         if getattr(dropout, "p", 0):
             raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout")
@@ -67,5 +67,5 @@ class FewerArguments:
         return self.function(query, key, value, **place)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let pickle build another one, because it does not know code."""
+        """Let pickle call the constructor, because it cannot store `__code__`."""
         return FewerArguments, (self.function, self.mask_name)

@@ -34,7 +34,7 @@ PLAIN = (
 
 
 def is_in_file(attention: str) -> bool:
-    """Tell whether a name of attention is FILE:NAME, of a file that somebody wrote."""
+    """Return whether a name of attention is FILE:NAME, which is defined in a user's file."""
     return attention.rpartition(":")[0].endswith(SUFFIXES)
 
 
@@ -141,7 +141,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
 
 
 def _assigns(node: ast.stmt) -> TypeGuard[ast.Assign | ast.AugAssign]:
-    """Tell whether a statement assigns a value, as an annotation alone does not."""
+    """Return whether a statement assigns a value, as an annotation alone does not."""
     return isinstance(node, ASSIGNMENTS) and node.value is not None
 
 

@@ -46,7 +46,7 @@ RATES = {"attn_drop": "attn_drop_rate", "proj_drop": "proj_drop_rate"}
 
 
 def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
-    """Tell whether an attention is a whole module's class, and not a function or class of a head.
+    """Return whether an attention is a whole module's class, not a function or class of a head.
 
     The constructor of the latter takes num_heads and head_dim, and no width.
     """
@@ -57,7 +57,7 @@ def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
 
 
 def takes(attention: type, names: tuple[str, ...]) -> bool:
-    """Tell whether the constructor of a whole module has an argument of one of the names."""
+    """Return whether the constructor of a whole module has an argument of one of the names."""
     return not {*names, *CONFIGS}.isdisjoint(inspect.signature(attention).parameters)
 
 
@@ -84,7 +84,7 @@ def refuse_options(attention: type, options: dict[str, Any], group: str = "") ->
 
 
 def stores_results(model: nn.Module) -> bool:
-    """Tell whether somebody's module computes attention, which may store what it computes."""
+    """Return whether a user's module computes attention: it may store what it computes."""
     for module in model.modules():
         if isinstance(module, WholeAttention):
             return True
@@ -98,7 +98,7 @@ def stores_results(model: nn.Module) -> bool:
 def what_is_lost(
     attention: Attention, dim: int, num_heads: int, grid: Grid, prefix: int = 0, **options: Any
 ) -> str:
-    """Say why a model file would not store all of an attention; "" if it does."""
+    """Return why a model file would not store all of an attention; "" if it does."""
     place: dict[str, Any] = {"grid": grid, "num_prefix_tokens": prefix, **options}
     trained, loaded = (build_attention(attention, dim, num_heads, **place).eval() for _ in range(2))
     tokens = torch.randn(1, prefix + math.prod(grid), dim)
@@ -265,7 +265,7 @@ class WholeAttention(nn.Module):
         return output, weights[0].view(x.shape[0], -1, *weights[0].shape[-2:])
 
     def _try(self, dim: int, mask: Tensor | None, grid: Grid) -> ReadSoftmax | None:
-        """Attend to the tokens of two images; return what was read, None if the module fails."""
+        """Attend to tokens of two images; return what was read, or None if the module fails."""
         tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
         # Their code may leave what it computes in a copy; lazy layers are made by the first call.

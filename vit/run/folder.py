@@ -128,7 +128,7 @@ def stored_config(run: Path) -> Config | None:
 
 
 def unfinished_config(config: Config) -> Config | None:
-    """Read the config of the unfinished run in the folder of a config, if there is one."""
+    """Read the config of the unfinished run in `config.out`, if there is one."""
     run = Path(config.out)
     return stored_config(run) if checkpoint_paths(run) else None
 

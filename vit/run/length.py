@@ -26,7 +26,7 @@ class Length:
 
     @property
     def first_total(self) -> int:
-        """The number of steps that was planned, from which a resumed run does not depart."""
+        """The number of steps that was planned at first, also in a resumed run."""
         return self.planned_steps or self.total_steps
 
     @property

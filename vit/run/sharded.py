@@ -70,7 +70,7 @@ def finish_writing(folder: Path, state: dict[str, Any], target: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, be it a file or a folder; not what a link leads to."""
+    """Delete a checkpoint, a file or a folder, but not the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

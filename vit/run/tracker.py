@@ -40,7 +40,7 @@ def picture_tag(tag: str) -> str:
 
 
 def event_writer(folder: Path, **how: Any) -> SummaryWriter:
-    """Open an event file in a folder, under a name where nobody can have put a link."""
+    """Open an event file in a folder, under a random name, where no link can be waiting."""
     return SummaryWriter(str(folder), filename_suffix=f".{secrets.token_hex(8)}", **how)
 
 
