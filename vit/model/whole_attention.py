@@ -147,11 +147,8 @@ class WholeAttention(nn.Module):
     ) -> None:
         super().__init__()
         name = attention.__name__
-        if num_heads > 1 and not takes(attention, HEADS):
-            raise ValueError(
-                f"num_heads: {num_heads} is not allowed; it must be 1 with {name}, whose "
-                f"constructor takes no number of heads ({', '.join(HEADS)})"
-            )
+        allowed = f"1 with {name}, whose constructor takes no number of heads ({', '.join(HEADS)})"
+        require(num_heads == 1 or takes(attention, HEADS), "num_heads", num_heads, allowed)
         place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
         num_tokens = num_prefix_tokens + math.prod(grid)
         values: dict[str, Any] = {"batch_first": True} | place
