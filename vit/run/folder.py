@@ -64,14 +64,13 @@ _RESULTS = (
 # checkpoints. The config is replaced: without one, a folder is no run.
 _WRITTEN = (
     *(METRICS_FILE, SPLIT_FILE, MODEL_FILE, "events.out.tfevents.*"),
-    f"{CHECKPOINT_FOLDER}/.*.tmp",
     *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",
     *(f"{EXPORT_FOLDER}/timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
     *(f"{EXPORT_FOLDER}/{name}" for name in (PREPROCESS_FILE, *EXPORTS.values()) if "." in name),
-    *(f"{folder}.*.tmp" for folder in ("", "eval/", "eval/*/", "eval/*/*/", "export/")),
+    *(f"{at}.*.tmp" for at in ("", "checkpoints/", "eval/", "eval/*/", "eval/*/*/", "export/")),
 )
 # Settings that must not change when a run is resumed.
 FIXED = (
