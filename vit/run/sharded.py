@@ -130,10 +130,9 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Read the tensors whose names begin with a prefix; return them without it."""
-    stored = stored_tensors(folder).items()
     tensors = {
         name: torch.empty_like(tensor, device="cpu")
-        for name, tensor in stored
+        for name, tensor in stored_tensors(folder).items()
         if name.startswith(prefix)
     }
     read_tensors(folder, tensors)
