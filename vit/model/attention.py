@@ -164,13 +164,12 @@ class MultiHeadSelfAttention(nn.Module):
         self.grid = grid or (0, 0)
         self.rel_pos = REL_POS[rel_pos](num_heads, head_dim, self.grid, num_prefix_tokens)
         place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
-        attend = with_all_arguments(attention) if inspect.isfunction(attention) else attention
-        self.attention = (
-            attend(num_heads=num_heads, head_dim=head_dim, **accepted_arguments(attend, place))
-            if isinstance(attend, type)
-            else attend
-        )
-        function: Any = getattr(self.attention, "forward", self.attention)
+        attend: Any = with_all_arguments(attention) if inspect.isfunction(attention) else attention
+        if isinstance(attend, type):
+            widths = {"num_heads": num_heads, "head_dim": head_dim}
+            attend = attend(**widths, **accepted_arguments(attend, place))
+        self.attention = attend
+        function = getattr(attend, "forward", attend)
         # What `forward` passes on, besides queries, keys, values, mask and dropout.
         self.place: dict[str, Any] = accepted_arguments(function, place) if function else {}
         self.attn_drop = Dropout(attn_drop)
