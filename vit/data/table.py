@@ -1,7 +1,6 @@
 """CSV tables of image files and their labels, one image per row."""
 
 import csv
-import itertools
 import os
 from pathlib import Path
 
@@ -86,8 +85,8 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                     f"{shown}: file not found; paths are relative to the table": missing,
                     f"split is {shorten(split)!r}; it must be train, val or test": unknown,
                 }
-                for problem in itertools.compress(problems, problems.values()):
-                    raise ValueError(f"data.root: {file}, line {reader.line_num}: {problem}")
+                if wrong := [problem for problem, is_wrong in problems.items() if is_wrong]:
+                    raise ValueError(f"data.root: {file}, line {reader.line_num}: {wrong[0]}")
                 seen.add(target)
                 rows[path] = values[LABEL], part
     except (UnicodeDecodeError, csv.Error) as error:
