@@ -201,10 +201,11 @@ def _note_first(images: ImageSet) -> None:
         if photo.format == "TIFF" and 1 < pages != images.images.shape[1]:
             hint = f"of which the first is read; --data.channels {pages} reads them as bands"
             note(f"{images.name(0)} has {pages} pages, {hint}")
-        if photo.mode.startswith("I") and 255 < (largest := int(np.asarray(photo).max())) < 2**14:
+        largest = int(np.asarray(photo).max())
+        if photo.mode.startswith("I") and 255 < largest < 2**14:
             dark = "so it is nearly black; scale images of 10 to 14 bits to 16 bits"
             note(f"{images.name(0)} has values up to {largest:,} of {DEEPEST:,}, {dark}")
-        if photo.mode == "RGB" and (largest := int(np.asarray(photo).max())) < 64:
+        if photo.mode == "RGB" and largest < 64:
             hint = "if it has 10 to 14 bits, scale images to 16 bits"
             note(f"{images.name(0)} is nearly black, with values up to {largest} of 255; {hint}")
 

@@ -175,12 +175,11 @@ def user_files(
             f"data.root: {folder} has {len(classes)} classes ({join(classes)}); a classifier needs "
             "at least two"
         )
-    least, part = (2, "") if split else (1, "training " if train else "test ")
+    _check_names(classes, folder)
     numbers = {name: number for number, name in enumerate(classes)}
     labels = torch.tensor([numbers[entry.label] for entry in files], dtype=torch.int64)
-    paths, held = tuple(entry.file for entry in files), torch.tensor([e.held for e in files])
     counts = labels.bincount(minlength=len(classes)).tolist()
-    _check_names(classes, folder)
+    least, part = (2, "") if split else (1, "training " if train else "test ")
     few = [
         f"class {shorten(name)} has {counted(count, f'{part}image')}"
         for name, count in zip(classes, counts, strict=True)
@@ -191,6 +190,7 @@ def user_files(
             f"data.root: {join(few)} in {folder}; each class needs at least {least}: add images, "
             "or delete the class"
         )
+    paths = tuple(entry.file for entry in files)
     if listed is None:
         pairs = zip(paths, labels.tolist(), strict=True)
         lines = (f"{_relative(str(path), folder)}\0{label}\n" for path, label in pairs)
@@ -200,6 +200,7 @@ def user_files(
     if len(first.unique()) < len(first):  # older versions did not look for copies
         listed += first.numpy().tobytes()
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
+    held = torch.tensor([entry.held for entry in files])
     images = ImageSet(
         ImageFiles(paths, Preprocess.from_config(data), data.workers), labels, tuple(classes),
         origins=paths, folder=str(folder), fingerprint=fingerprint, split=split,
