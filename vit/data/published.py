@@ -59,30 +59,32 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
                 raise ValueError(f"data.root: {link} is a link; delete it to download {data.name}")
             say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
         try:
-            sets = [dataset(root, **part, download=download) for part in parts]
-            images, numbers = zip(*(_content(part, spec) for part in sets), strict=True)
-            labels = torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in numbers])
-            # SVHN's classes are the digits themselves.
-            classes = tuple(getattr(sets[0], "classes", map(str, range(10))))
-            if not 0 <= labels.min() <= labels.max() < len(classes):
-                raise ValueError("labels without a class")
-            break
+            return _join([dataset(root, **part, download=download) for part in parts], data)
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # damaged files lead to all kinds
             if download:
                 problem = f"downloading {getattr(dataset, 'url', 'it')}: {shorten(error, 100)}"
-    else:
-        raise ValueError(
-            f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put "
-            f"{spec.archive} into {os.path.realpath(root)}, or point --data.root at the folder "
-            "that contains it; `make demo` needs no download."
-        )
+    raise ValueError(
+        f"data.root: {data.name} is not in {root}, or damaged ({problem}). Put {spec.archive} into "
+        f"{os.path.realpath(root)}, or point --data.root at the folder that contains it; `make "
+        "demo` needs no download."
+    )
+
+
+def _join(sets: Sequence[Any], data: DataConfig) -> ImageSet:
+    """Join parts of a torchvision data set; ValueError if they are not as expected."""
+    images, numbers = zip(*(_content(part, DATASETS[data.name]) for part in sets), strict=True)
+    labels = torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in numbers])
+    # SVHN's classes are the digits themselves.
+    classes = tuple(getattr(sets[0], "classes", map(str, range(10))))
+    if not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError("labels without a class")
     if isinstance(images[0], Tensor):
         return ImageSet(images[0], labels, classes)
     paths = tuple(str(path) for part in images for path in part)
     files = ImageFiles(paths, Preprocess.from_config(data), data.workers)
-    return ImageSet(files, labels, classes, origins=paths, folder=str(root))
+    return ImageSet(files, labels, classes, origins=paths, folder=str(Path(data.root)))
 
 
 def _content(part: Any, spec: DatasetSpec) -> tuple[Tensor | Sequence[Path], Any]:
