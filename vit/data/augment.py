@@ -55,12 +55,15 @@ def augment(
         images = random_erasing(images, settings.erasing, draws)
     if not mixes or not (settings.mixup or settings.cutmix):
         return images, targets
-    is_mixup = draws.uniform(0, 1) < 0.5 if settings.mixup and settings.cutmix else None
-    kinds = (mixup_weights, settings.mixup), (cutmix_weights, settings.cutmix)
-    weights = [draw_weights(images, alpha, draws) for draw_weights, alpha in kinds if alpha]
-    if is_mixup is not None:
-        weights = [torch.where(is_mixup, weights[0], weights[1])]
-    return mix(images, targets, weights[0])
+    if settings.mixup and settings.cutmix:
+        is_mixup = draws.uniform(0, 1) < 0.5
+        weights = mixup_weights(images, settings.mixup, draws)
+        weights = weights.where(is_mixup, cutmix_weights(images, settings.cutmix, draws))
+    elif settings.mixup:
+        weights = mixup_weights(images, settings.mixup, draws)
+    else:
+        weights = cutmix_weights(images, settings.cutmix, draws)
+    return mix(images, targets, weights)
 
 
 def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:
