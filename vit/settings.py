@@ -127,7 +127,7 @@ def unknown(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, groups, n=1, cutoff=0.7)
     if near and "." not in key:
         return f"{shorten(key)}: no such group of keys; did you mean {near[0]}?"
-    near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name, {*last.values()}, n=1, cutoff=0.7)
     names = [name for name in last if last[name] in near]
     best = difflib.get_close_matches(key, names, n=1, cutoff=0)
     hint = f"did you mean {best[0]}?" if best else "--help lists all keys"
