@@ -177,8 +177,8 @@ class WholeAttention(nn.Module):
         required = [name for name in required if name not in MASKS + PLACE]
         self.inputs = min(max(1, len(required)), 3)  # 3 for query, key and value
         self.place |= dict.fromkeys(required[3:])  # such as lengths, which are not known
-        self.is_torchs = isinstance(self.module, nn.MultiheadAttention)
-        if self.is_torchs:  # where True hides a key; `ReadSoftmax` masks it
+        # In its masks True hides a key, so `ReadSoftmax` applies ours.
+        if isinstance(self.module, nn.MultiheadAttention):
             self.mask_name = None
         self.mask_ndim = 4  # of a mask (B, 1, N, N) that the module takes; or 3, (B, N, N)
         if self.mask_name is not None:
@@ -246,7 +246,7 @@ class WholeAttention(nn.Module):
             keywords["grid"] = grid
         if self.mask_name is not None:
             keywords[self.mask_name] = mask
-        if self.is_torchs and type(self.module).forward is nn.MultiheadAttention.forward:
+        if type(self.module).forward is nn.MultiheadAttention.forward:
             keywords["need_weights"] = need_weights
         result = self.module(*[x] * self.inputs, **keywords)
         output, *others = result if isinstance(result, tuple | list) else (result,)
