@@ -194,7 +194,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         keep[image, 0, image : image + 3] = False
     try:
         masked = Watch.run(subject, tokens, keep)
-    except Exception as error:  # whatever their code raises
+    except Exception as error:  # the user's code may raise anything
         advice = f"fails with a boolean mask, {[B, 1, N, N]} or {[B, N, N]}: "
         advice += f"{type(error).__name__}: {shorten(error, 200)}"
         return Row("mask", "failed", "", advice)

@@ -165,7 +165,7 @@ def load_training(
 
 def _require_readable(sets: Sequence[ImageSet]) -> None:
     """Decode images in files without keeping them; ValueError names those that cannot be read."""
-    problems = []  # names of files, and what is wrong with them
+    problems = []  # names of files and their problems
     for images in sets:
         if isinstance(images.images, ImageFiles):
             problems += [(images.name(index), text) for index, text in images.images.problems()]

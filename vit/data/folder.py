@@ -30,10 +30,10 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     # Of all parts, so that a class that is missing in one of them has no images there.
     folders = [folder for part in parts for folder in visible_folders(part)]
     classes = sorted({folder.name for folder in folders})
-    seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links there add nothing
+    seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links to these add no images
     files = list[UserFile]()
     for folder in (part, *(parts[2:] if train else ())):
-        # Named as they are, because some systems find train/cat where there is train/Cat.
+        # By their own names, because some file systems find train/cat where there is train/Cat.
         for name in sorted(own.name for own in visible_folders(folder)):
             images, others = image_files(folder / name, seen)
             note_unused(folder, others, "not images")

@@ -37,7 +37,7 @@ class ImageSet:
     classes: tuple[str, ...]  # the C class names
     masks: Tensor | None = None  # (N, H, W) bool, True on the object
     origins: tuple[ImageFile | int, ...] = ()  # files, or indices in a published set; () is 0 to N
-    folder: str = ""  # that names of files are relative to
+    folder: str = ""  # to which the names of files are relative
     fingerprint: str = ""  # of the user's files, see `user_files`; "" for published data sets
     split: bool = False  # whether data.test_fraction decides which of these files are for testing
     held: Tensor | None = None  # (N,) bool, training images that the user holds out; None if none

@@ -15,7 +15,7 @@ IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
     ".gif", ".tga", ".avif", ".heic", ".heif",
 )  # fmt: skip
-# Of cameras: Pillow would read their small previews.
+# Raw photos of cameras: Pillow would read only their small previews.
 RAW_SUFFIXES = (".nef", ".dng", ".cr2", ".arw", ".orf", ".rw2", ".pef", ".srw", ".nrw")
 SYSTEM_FILES = {
     "__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "lost+found", "$RECYCLE.BIN",
@@ -45,17 +45,17 @@ def is_image(path: str) -> bool:
 
 @functools.cache  # folders are listed several times in a run
 def _can_be_opened(path: str) -> bool:
-    from PIL import Image  # most folders need no Pillow to be listed
+    from PIL import Image  # imported late: listing most folders does not need it
 
     from vit.data.pixels import FORMATS
 
-    formats = [name for name in FORMATS if name != "TGA"]  # which nothing at its start identifies
+    formats = [name for name in FORMATS if name != "TGA"]  # TGA files have no signature
     if not Path(path).is_file():  # a pipe might never end
         return False
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=formats):
             return True
-    except Exception as error:  # Pillow raises all kinds
+    except Exception as error:  # Pillow raises many types of errors
         return isinstance(error, Image.DecompressionBombError)
 
 
@@ -106,7 +106,7 @@ def find_parts(root: Path) -> list[Path]:
     if ignored := join(sorted(path.name for _, path in named if path not in chosen)):
         note_once(f"{root}: {ignored} ignored; test images are in {chosen[1].name}")
     while all([f.name for f in visible_folders(part)] == [part.name] for part in chosen):
-        chosen = [part / part.name for part in chosen]  # as some archives are unpacked
+        chosen = [part / part.name for part in chosen]  # as in some unpacked archives
     return chosen
 
 
@@ -174,7 +174,7 @@ def image_files(folder: Path, seen: set[str] | None = None) -> tuple[list[str], 
     lists, queue = [], [str(folder)]
     seen = set() if seen is None else seen
     seen.discard(os.path.realpath(folder))
-    for path in queue:  # it grows
+    for path in queue:  # which grows in the loop
         if (real := os.path.realpath(path)) not in seen:
             seen.add(real)
             _, folders, files = next(os.walk(path, onerror=_fail), (path, [], []))

@@ -31,7 +31,7 @@ class TarMember(NamedTuple):
 
     def open(self) -> io.BytesIO:
         """Read the file."""
-        with Path(self.shard).open("rb") as shard:  # anew, which takes no time next to decoding
+        with Path(self.shard).open("rb") as shard:  # opened each time: decoding takes far longer
             shard.seek(self.offset)
             return io.BytesIO(shard.read(min(self.size, 2**30)))  # a larger one is no photo
 

@@ -62,7 +62,7 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
             return _join([dataset(root, **part, download=download) for part in parts], data)
         except (ImportError, MemoryError):
             raise
-        except Exception as error:  # damaged files lead to all kinds
+        except Exception as error:  # damaged files raise many types of errors
             if download:
                 problem = f"downloading {getattr(dataset, 'url', 'it')}: {shorten(error, 100)}"
     raise ValueError(

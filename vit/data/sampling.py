@@ -102,7 +102,7 @@ def _random_ranks(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tens
     """Return a permutation (N,), and each image's number within its class and its class's size."""
     order = torch.randperm(len(labels), generator=generator(seed, purpose))
     _, label, sizes = labels.cpu()[order].unique(return_inverse=True, return_counts=True)
-    place = label.argsort(stable=True).argsort()  # of each image when they are sorted by class
+    place = label.argsort(stable=True).argsort()  # of each image in the order of classes
     return order, place - (sizes.cumsum(dim=0) - sizes)[label], sizes[label]
 
 

@@ -73,7 +73,7 @@ def read_definitions(file: Path) -> Definitions:
             if executed := _defines(node):
                 code = compile(ast.Module([node], []), str(file), "exec", flags, dont_inherit=True)
                 exec(code, vars(module))
-        except Exception as error:  # whatever their code raises
+        except Exception as error:  # the user's code may raise anything
             executed, why = False, f" ({error})"
         line = lines[node.lineno - 1].strip()
         for name in _names(node):

@@ -258,14 +258,14 @@ class WholeAttention(nn.Module):
             )
         weights = [part for part in others if isinstance(part, Tensor) and part.ndim >= 3]
         if not weights or (weights[0].ndim == 4 and weights[0].shape[0] == x.shape[0]):
-            return output, weights[0] if weights else None  # itself, of which there are gradients
+            return output, weights[0] if weights else None  # not a view, to get its gradients
         return output, weights[0].view(x.shape[0], -1, *weights[0].shape[-2:])
 
     def _try(self, dim: int, mask: Tensor | None, grid: Grid) -> ReadSoftmax | None:
         """Attend to tokens of two images; return what was read, or None if the module fails."""
         tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
-        # Their code may leave what it computes in a copy; lazy layers are made by the first call.
+        # The user's code may store what it computes, in the copy; the first call makes lazy layers.
         lazy = any(isinstance(p, UninitializedParameter) for p in self.module.parameters())
         trial = (self if lazy else copy.deepcopy(self)).eval()
         try:
@@ -273,7 +273,7 @@ class WholeAttention(nn.Module):
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
                 trial.call(tokens, mask, grid=grid)
             return read
-        except Exception:  # whatever their code raises
+        except Exception:  # the user's code may raise anything
             return None
         finally:
             trial.train()

@@ -190,8 +190,8 @@ def _read_file(path: Path) -> dict[Any, Any]:
         file = io.BytesIO(data if unsealed is None else unsealed)
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # foreign files raise all kinds
-            if unsealed is not None and is_out_of_memory(error):  # else a damaged size
+        except Exception as error:  # foreign files raise many types of errors
+            if unsealed is not None and is_out_of_memory(error):  # else a size is damaged
                 raise
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint, or is damaged")

@@ -51,7 +51,7 @@ def write_folder(
     try:
         save(tensors, storage_writer=writer, planner=planner)
     except CheckpointException as error:
-        if main:  # what is there of it may keep a full disk full
+        if main:  # its remains would keep a full disk full
             shutil.rmtree(folder, ignore_errors=True)
         raise OSError(_first_failure(error)) from None
     if main:

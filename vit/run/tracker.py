@@ -60,7 +60,7 @@ class Tracker:
         path = run / METRICS_FILE
         lines = require_file(path).read_bytes().splitlines(keepends=True) if path.exists() else []
         lines = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-        write_atomically(path, b"".join(lines))  # also so that the file is no link
+        write_atomically(path, b"".join(lines))  # which also replaces a link
         self._metrics = path.open("ab", buffering=0)
         self._pending = b""  # lines not yet in the file
         self._run = run
