@@ -89,11 +89,12 @@ def find_parts(root: Path) -> list[Path]:
     tests = [word for word in TESTS if word in words]
     classes = [path for path in folders if part_of(path.name) is None]
     has_classes = any(_has_image(path) for c in classes for path in (c, *visible_folders(c)))
-    beside = has_classes and not (tests and TRAIN in words)
-    loose = not parts and any(_has_image(path) for _, path in named)
-    if beside and loose:
+    # Other class folders, or images directly in them, suggest that parts are classes, too.
+    has_others = has_classes and not (tests and TRAIN in words)
+    has_images = not parts and any(_has_image(path) for _, path in named)
+    if has_others and has_images:
         return [root]
-    if beside or loose or not tests or len(words) > len({*words}):
+    if has_others or has_images or not tests or len(words) > len({*words}):
         names = join(sorted(path.name for _, path in parts or named))
         raise ValueError(
             f"data.root: {root} ({listing(root)}) can be read in two ways: {names} as parts, like "
