@@ -105,7 +105,7 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     """Connect to the other processes of the run, and wait at most `timeout_minutes` for each.
 
     Raises:
-        ConnectionLost: On leaving, if the code inside failed because another process did.
+        ConnectionLost: Another process did not join, or the code inside failed because it ended.
         ValueError: The network interface through which the processes communicate is down.
     """
     size, backend = int(os.environ.get("WORLD_SIZE", "1")), "gloo"
@@ -126,10 +126,11 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     # issue 135712). The number of restarts differs between hosts, so it only helps on a single one.
     one_host = os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
-    store = next(rendezvous(os.environ.get(MEETING, "env://"), rank(), size, timeout=timeout))[0]
-    store.set_timeout(timeout)
-    store = PrefixStore(f"start {restarts}", store)
     try:
+        meeting = os.environ.get(MEETING, "env://")
+        store = next(rendezvous(meeting, rank(), size, timeout=timeout))[0]
+        store.set_timeout(timeout)
+        store = PrefixStore(f"start {restarts}", store)
         dist.init_process_group(backend, None, timeout, size, rank(), store)
         yield World(rank(), size)
     except Exception as error:
