@@ -256,10 +256,11 @@ class WholeAttention(nn.Module):
                 f"attention: {type(self.module).__name__} returns {shape} for tokens of "
                 f"{[*x.shape]}; the output must have their shape"
             )
-        weights = [part for part in others if isinstance(part, Tensor) and part.ndim >= 3]
-        if not weights or (weights[0].ndim == 4 and weights[0].shape[0] == x.shape[0]):
-            return output, weights[0] if weights else None  # not a view, to get its gradients
-        return output, weights[0].view(x.shape[0], -1, *weights[0].shape[-2:])
+        weights = next((w for w in others if isinstance(w, Tensor) and w.ndim >= 3), None)
+        # Only if they have another shape, because a view has no gradients of its own.
+        if weights is not None and (weights.ndim != 4 or len(weights) != len(x)):
+            weights = weights.view(len(x), -1, *weights.shape[-2:])
+        return output, weights
 
     def _try(self, dim: int, mask: Tensor | None, grid: Grid) -> ReadSoftmax | None:
         """Attend to tokens of two images; return what was read, or None if the module fails."""
