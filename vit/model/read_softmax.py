@@ -70,16 +70,10 @@ class ReadSoftmax(TorchFunctionMode):
         return weights * self.gates[len(self.heads) - 1]
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Do what torch's function does, with weights that can be read."""
         if enable_gqa:  # several heads of queries share a head of keys and values
             shared = query.shape[-3] // key.shape[-3]
@@ -90,9 +84,9 @@ class ReadSoftmax(TorchFunctionMode):
             attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores, attn_mask = scores + attn_mask, None
-        masks = [mask for mask in (self.mask, attn_mask) if mask is not None]
-        allowed = masks[0] if len(masks) == 1 else masks[0] & masks[1] if masks else None
-        weights = self._gated(masked_softmax(scores, allowed))
+        if self.mask is not None:
+            attn_mask = self.mask if attn_mask is None else self.mask & attn_mask
+        weights = self._gated(masked_softmax(scores, attn_mask))
         return F.dropout(weights, dropout_p) @ value
 
     def _project(
