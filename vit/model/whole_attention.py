@@ -257,9 +257,10 @@ class WholeAttention(nn.Module):
                 f"{[*x.shape]}; the output must have their shape"
             )
         weights = next((w for w in others if isinstance(w, Tensor) and w.ndim >= 3), None)
-        # Only if they have another shape, because a view has no gradients of its own.
-        if weights is not None and (weights.ndim != 4 or len(weights) != len(x)):
-            weights = weights.view(len(x), -1, *weights.shape[-2:])
+        # Only if they have another shape, because a view has no gradients of its own. `len` would
+        # fix the number of images in exports.
+        if weights is not None and (weights.ndim != 4 or weights.shape[0] != x.shape[0]):
+            weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
         return output, weights
 
     def _try(self, dim: int, mask: Tensor | None, grid: Grid) -> ReadSoftmax | None:
