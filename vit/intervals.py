@@ -76,12 +76,9 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
     It is the probability of a split at least as uneven if both models were equally good.
     """
-    count, fewer = only_first + only_second, min(only_first, only_second)
-    tail = term = 1  # the number of ways to choose k images of count, added up to k = fewer
-    for k in range(1, fewer + 1):
-        term = term * (count - k + 1) // k
-        tail += term
-    return min(1.0, 2 * tail / 2**count)
+    fewer = torch.arange(min(only_first, only_second) + 1, dtype=torch.float64)
+    splits = torch.distributions.Binomial(only_first + only_second, torch.tensor(0.5).double())
+    return min(1.0, 2 * splits.log_prob(fewer).exp().sum().item())
 
 
 def student(name: str, *samples: Tensor) -> tuple[dict[str, Any], float | None]:
