@@ -172,9 +172,9 @@ def _fitting(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Identify the weights of a model."""
-    digest = hashlib.sha256()
+def weights_digest(model: nn.Module, about: str = "") -> str:
+    """Identify the weights of a model, and what else is said about it."""
+    digest = hashlib.sha256(about.encode())
     for weight in model.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -201,28 +201,25 @@ def _at_most(count: int, device: str) -> Iterator[None]:
 
 def _find_model(path: Path) -> Path:
     """Return the file of a run folder, a bundled model or a file; else ValueError."""
+    bundled, is_folder = bundled_models(), path.is_dir() and not path.match(STEP_PATTERN)
+    if is_folder and (path / MODEL_FILE).exists():
+        return path / MODEL_FILE
+    if is_folder and (checkpoints := checkpoint_paths(path)):
+        return checkpoints[-1]
+    if str(path) in bundled and not path.is_file():  # perhaps next to a folder with its data
+        return bundled[str(path)]
+    if is_folder:
+        raise ValueError(
+            f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*, nor the "
+            "config.json of a model that transformers saved"
+        )
     if not path.exists():
-        bundled = bundled_models()
-        if str(path) in bundled:
-            return bundled[str(path)]
         names = [*bundled, *(file.name for file in path.parent.glob("*"))]
         raise ValueError(
             f"{path} does not exist; it must be a run folder, a model file, a folder saved by "
             f"transformers (with config.json), or a bundled model: {', '.join(bundled)}"
             f"{suggest(path.name, names)}"
         )
-    if path.is_dir() and not path.match(STEP_PATTERN):
-        if (path / MODEL_FILE).exists():
-            return path / MODEL_FILE
-        checkpoints = checkpoint_paths(path)
-        if not checkpoints and str(path) in (bundled := bundled_models()):
-            return bundled[str(path)]  # beside a folder with its data
-        if not checkpoints:
-            raise ValueError(
-                f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*, nor the "
-                "config.json of a model that transformers saved"
-            )
-        return checkpoints[-1]
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, reading which may never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
     return path

@@ -1,6 +1,5 @@
 """The report on the test images: metrics and figures. Training ends with the same report."""
 
-import hashlib
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -91,10 +90,7 @@ def _digest(classifier: Classifier, images: ImageSet) -> str:
     """Identify a model with its calibration, test images, and the views of them."""
     views = 6 if classifier.shift else classifier.flip
     about = (images.fingerprint, images.labels.tolist(), views, classifier.calibration)
-    digest = hashlib.sha256(repr(about).encode())
-    for weight in classifier.model.state_dict().values():
-        digest.update(weight.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return weights_digest(classifier.model, repr(about))
 
 
 def _kept_parts(folder: Path, digest: str) -> dict[str, Any]:
