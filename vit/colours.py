@@ -26,14 +26,10 @@ def table_of(name: str) -> np.ndarray:
     return matplotlib.colormaps[name](np.arange(256), bytes=True)[:, :3]
 
 
-def colour_map(heat: "Tensor", bar: Bar = UNIFORM) -> np.ndarray:
-    """Colour a map (rows, columns): (rows, columns, 3) uint8."""
-    return colour(heat.cpu().numpy(), bar)
-
-
-def colour(values: np.ndarray, bar: Bar) -> np.ndarray:
+def colour_map(heat: "Tensor | np.ndarray", bar: Bar = UNIFORM) -> np.ndarray:
     """Colour numbers (...): (..., 3) uint8. Those beyond the scale get the nearest colour."""
     name, (low, high), _ = bar
+    values = heat if isinstance(heat, np.ndarray) else heat.cpu().numpy()
     steps = np.nan_to_num(256 * (values - low) / (high - low)).clip(0, 255)
     return table_of(name)[steps.astype(np.uint8)]
 

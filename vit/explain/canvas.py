@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vit.colours import UNIFORM, Bar, colour, colour_map
+from vit.colours import UNIFORM, Bar, colour_map
 from vit.console import note_once
 
 DPI = 100  # pixels to 72 points
@@ -132,7 +132,7 @@ def colour_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
     inside = Image.new("1", picture.size)
     ImageDraw.Draw(inside).polygon(outline, 1)
     step = (high - low) / (bottom - top)  # of a pixel
-    column = colour(high - step * (np.arange(scale * length) / scale - top), bar)
+    column = colour_map(high - step * (np.arange(scale * length) / scale - top), bar)
     colours = np.repeat(column[:, None], scale * BAR, axis=1)
     picture.paste(Image.fromarray(colours), mask=inside)
     draw = ImageDraw.Draw(picture)

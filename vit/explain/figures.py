@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vit.colours import SIGNED, UNIFORM, as_pixels, colour, colour_map
+from vit.colours import SIGNED, UNIFORM, as_pixels, colour_map
 from vit.console import counted
 from vit.explain.canvas import BLANK, Panel, font_of, join, overlay, table, text_width
 from vit.explain.features import colours
@@ -84,7 +84,7 @@ def distance_picture(offsets: Tensor, tokens: int, images: int) -> np.ndarray:
     depth, heads, *shape = offsets.shape
     side = max(3, 120 // max(shape))  # pixels to an offset
     bar = UNIFORM if offsets.min() >= 0 else (*SIGNED[:2], UNIFORM[2])
-    pixels = colour(tokens * offsets.numpy(), bar).repeat(side, axis=2).repeat(side, axis=3)
+    pixels = colour_map(tokens * offsets, bar).repeat(side, axis=2).repeat(side, axis=3)
     row, column = (slice(length // 2 * side, (length // 2 + 1) * side) for length in shape)
     edge = np.pad(np.zeros((side - 2, side - 2), dtype=bool), 1, constant_values=True)
     pixels[:, :, row, column][:, :, edge] = MARK
@@ -107,7 +107,7 @@ def _statistic(title: str, statistic: Tensor) -> np.ndarray:
     low, span = values.min(), max(np.ptp(values), 0.05 * size)
     decimals = min(max(0, 1 - math.floor(math.log10(size))), 4)
     box = (28, max(48, 150 // values.shape[1]))
-    shades = colour(values, ("Blues", (low, low + span), title))
+    shades = colour_map(values, ("Blues", (low, low + span), title))
     rows = [
         [_number(f"{value:.{decimals}f}", shade, box) for value, shade in zip(*row, strict=True)]
         for row in zip(values, shades, strict=True)

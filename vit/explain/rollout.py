@@ -110,8 +110,9 @@ def class_relevance(
     start = _start_row(weights[0], readout, num_prefix_tokens)
     # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.
     added = torch.zeros_like(start)
-    for layer in zip(reversed(weights), reversed(gradients), strict=True):
-        added = added + (start + added) @ _support(*layer)
+    for layer, gradient in zip(reversed(weights), reversed(gradients), strict=True):
+        support = (layer.detach().float() * gradient.float()).relu().mean(dim=1)  # (B, N, N)
+        added = added + (start + added) @ support
     return added[:, 0, num_prefix_tokens:]
 
 
@@ -149,11 +150,6 @@ def attention_gradients(
         raise ValueError(f"weights: the logits do not depend on these tensors; {hint}")
     pairs = zip(found, free, strict=True)
     return tuple(torch.zeros_like(layer) if part is None else part for part, layer in pairs)
-
-
-def _support(layer: Tensor, gradient: Tensor) -> Tensor:
-    """Return the attention that supports a class, mean(relu(∇A ⊙ A)) over heads: (B, N, N)."""
-    return (layer.detach().float() * gradient.float()).relu().mean(dim=1)
 
 
 def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tensor:
