@@ -70,8 +70,8 @@ def run(name: str, options: PredictConfig) -> Path:
     say(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s{wrote}")
     if stop.signal:
         raise KeyboardInterrupt
-    for error in failures:
-        raise error
+    if failures:
+        raise failures[0]
     return table
 
 

@@ -44,13 +44,13 @@ class Pretrained:
         """Return the weights without a head of other classes, and say what is loaded and new."""
         rows = max((len(self.weights[key]) for key in self.head if key in self.weights), default=0)
         kept = {key: value for key, value in self.weights.items() if key not in self.head}
+        new = "new: a random classifier, because"
         if not rows:
-            head = "new: a random classifier, because the source has none"
+            head = f"{new} the source has none"
         elif rows != len(classes):
-            head = "new: a random classifier, because there are "
-            head += f"{len(classes)} classes instead of {rows}"
+            head = f"{new} there are {len(classes)} classes instead of {rows}"
         elif self.classes not in (None, classes):
-            head = "new: a random classifier, because the classes have other names"
+            head = f"{new} the classes have other names"
         else:
             same = "has the same classes" if self.classes else "may have the data set's classes"
             head, kept = f"nothing is new: its classifier {same}", self.weights

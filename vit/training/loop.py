@@ -120,7 +120,7 @@ class Loop:
             measured = self.evaluate()
             self._keep_budget(bar)
             if number < len(batches) != schedule.steps_in(epoch):
-                return ""  # the run ends elsewhere in this epoch, which goes on with other batches
+                break  # the run ends elsewhere in this epoch, which goes on with other batches
             resumed = time.perf_counter()
         if number < len(batches):
             return ""
