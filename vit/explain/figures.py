@@ -79,7 +79,7 @@ def corruption_picture(image: Tensor, corrupted: Mapping[str, Sequence[Tensor]])
 def distance_picture(offsets: Tensor, tokens: int, images: int) -> np.ndarray:
     """Draw `attention_by_offset` of a number of images, (L, H, 2 rows - 1, 2 columns - 1).
 
-    Layers are rows, heads columns; the query is outlined. Tokens: their number, N.
+    Layers are rows, heads columns; the query is outlined. `tokens` is their number, N.
     """
     depth, heads, *shape = offsets.shape
     side = max(3, 120 // max(shape))  # pixels to an offset

@@ -1,1 +1,1 @@
-"""Output for people: reports, attention sheets, predictions for photos, comparisons."""
+"""Output for people: reports, tables, records of attention, live models, model cards."""

@@ -74,7 +74,7 @@ def results_folder(
 
 def require_replaceable(is_own: bool, paths: Iterable[Path], why: str, key: str = "out") -> None:
     """Raise ValueError if one of the paths exists and is not the command's own; `why` says so."""
-    for path in () if is_own else filter(Path.exists, paths):
+    if not is_own and (path := next(filter(Path.exists, paths), None)):
         raise ValueError(f"{key}: {path} exists and {why}; move it away, or use another --{key}")
 
 

@@ -78,8 +78,8 @@ def write_report(
         chosen = images.select(wrong).in_memory()
         pictures["mistakes"] = draw_gallery(classifier, chosen, classifier.scaled(logits[wrong]))
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in () if kept.keys() - {"sets", "training"} else REPORT_FILES:
-        for old in folder.glob(pattern):
+    if kept.keys() <= {"sets", "training"}:  # no figures of optional parts are kept
+        for old in (file for pattern in REPORT_FILES for file in folder.glob(pattern)):
             old.unlink()
     write_part(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     write_table(folder / PREDICTIONS_FILE, rows)

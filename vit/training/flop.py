@@ -20,8 +20,8 @@ def flop_of_steps(step: TrainingStep) -> dict[tuple[int, int], float]:
 
     These are the products and convolutions of the forward pass, twice as many of the backward pass,
     and those of a teacher, as torch's FLOP counter counts them. What is computed again to save
-    memory does not count, nor what the optimizer computes. There are none of a model that the
-    counter does not understand, such as one with attention of the user.
+    memory does not count, nor what the optimizer computes. Empty for a model that the counter does
+    not understand, such as one with attention of the user.
     """
     schedule, flop = step.schedule, {}
     for size in {phase.image_size for phase in schedule.phases()}:

@@ -29,8 +29,8 @@ def build_optimizers(
     Norms, biases, tokens, position embeddings and what a timm model exempts have no weight decay.
     With "muon", `Muon` updates the weight matrices of the encoder blocks (queries, keys and values
     as separate matrices), their tables of relative positions, and the kernels of the stem, and
-    AdamW (arXiv 1711.05101) everything else, including depthwise kernels and the head. Without, one
-    optimizer, see `vit.config.OPTIMIZERS`, updates all parameters that need a gradient. With
+    AdamW (arXiv 1711.05101) everything else, including depthwise kernels and the head. Otherwise,
+    the optimizer in `vit.config.OPTIMIZERS` updates all parameters that need a gradient. With
     layer_decay (BEiT, arXiv 2106.08254), each layer has its own groups; the patch embedding, tokens
     and positions come before the first block.
 
