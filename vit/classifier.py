@@ -34,6 +34,8 @@ MOST_PIXELS = 500 * 224**2  # of images per forward pass
 MOST_WEIGHTS = 2**27  # attention weights per forward pass for maps: half a gigabyte in float32
 PHOTO_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.photos)
 Photos = list[Any] | tuple[Any, ...]  # of Photo; not a Sequence, because a str is one, too
+Kinds = str | Sequence[str]  # one kind of map or several
+Ranking = dict[str, float]  # probabilities by class, best first
 
 
 def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> nn.Module:
@@ -224,12 +226,10 @@ class Classifier:
         return logits, {kind: torch.cat([maps[kind] for _, maps in parts]) for kind in kinds}
 
     @overload
-    def predict(self, photos: Photo, top: int = ...) -> dict[str, float]: ...
+    def predict(self, photos: Photo, top: int = ...) -> Ranking: ...
     @overload
-    def predict(self, photos: Photos, top: int = ...) -> list[dict[str, float]]: ...
-    def predict(
-        self, photos: Photo | Photos, top: int = 5
-    ) -> dict[str, float] | list[dict[str, float]]:
+    def predict(self, photos: Photos, top: int = ...) -> list[Ranking]: ...
+    def predict(self, photos: Photo | Photos, top: int = 5) -> Ranking | list[Ranking]:
         """Return the probabilities of the `top` classes, best first, by name.
 
         They are calibrated if the model has a `calibration`.
@@ -255,17 +255,14 @@ class Classifier:
 
     @overload
     def explain(
-        self, photos: Photo, kinds: str | Sequence[str] = ..., target: str | None = ...
+        self, photos: Photo, kinds: Kinds = ..., target: str | None = ...
     ) -> Explanation: ...
     @overload
     def explain(
-        self, photos: Photos, kinds: str | Sequence[str] = ..., target: str | None = ...
+        self, photos: Photos, kinds: Kinds = ..., target: str | None = ...
     ) -> list[Explanation]: ...
     def explain(
-        self,
-        photos: Photo | Photos,
-        kinds: str | Sequence[str] = PHOTO_KINDS,
-        target: str | None = None,
+        self, photos: Photo | Photos, kinds: Kinds = PHOTO_KINDS, target: str | None = None
     ) -> Explanation | list[Explanation]:
         """Map what the model attends to in a photo or a list of photos, as for `predict`.
 
@@ -308,7 +305,7 @@ class Classifier:
         """Divide logits (N, C) by the temperature, if there is one."""
         return logits / self.calibration.temperature if self.calibration else logits
 
-    def ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
+    def ranked(self, logits: Tensor, top: int) -> list[Ranking]:
         """Return the calibrated probabilities of the `top` classes, from logits (N, C)."""
         best = self.scaled(logits).softmax(dim=1).topk(min(top, len(self.classes)))
         return [
