@@ -56,23 +56,7 @@ def run(name: str, options: CompareConfig) -> None:
     folder = _own_folder(first, runs, names, options)
     folder.mkdir(parents=True, exist_ok=True)
     say("\n".join(saved.describe() for saved in models))
-    rows: list[dict[str, Any]] = []
-    right, maps = [], []
-    architectures = name_architectures([saved.config.model for saved in models])
-    for name, architecture, saved, test in zip(names, architectures, models, tests, strict=True):
-        labels = test.labels.cpu()
-        result, logits = evaluate(saved, test, options.batch_size)
-        result |= intervals(logits, labels)
-        rows.append({
-            "name": name, "path": str(saved.path), "architecture": architecture,
-            "parameters": sum(p.numel() for p in saved.model.parameters()),
-            "seed": saved.config.train.seed, "steps": saved.step, "finished": saved.finished,
-            **{key: result[key] for key in MEASURES},
-        })  # fmt: skip
-        right.append(logits.argmax(dim=1) == labels)
-        maps.append(_rollouts(saved, test, options.batch_size))
-        if len(rows) > 1:
-            rows[-1] |= differences(right[0], maps[0], right[-1], maps[-1], test)
+    rows = _measure(names, models, tests, options.batch_size)
     content = {
         "data": first.config.data.name,
         "images": len(tests[0]),
@@ -109,6 +93,30 @@ def _own_folder(
     keys = {"models", "options"}
     require_own(folder, "comparison.json", keys, ["comparison.*"], "a comparison")
     return folder
+
+
+def _measure(
+    names: Sequence[str], models: Sequence[SavedModel], tests: Sequence[ImageSet], batch_size: int
+) -> list[dict[str, Any]]:
+    """Measure each model on its test images, and how it differs from the first."""
+    rows: list[dict[str, Any]] = []
+    first: tuple[Tensor, Maps] | None = None
+    architectures = name_architectures([saved.config.model for saved in models])
+    for name, architecture, saved, test in zip(names, architectures, models, tests, strict=True):
+        labels = test.labels.cpu()
+        result, logits = evaluate(saved, test, batch_size)
+        result |= intervals(logits, labels)
+        rows.append({
+            "name": name, "path": str(saved.path), "architecture": architecture,
+            "parameters": sum(p.numel() for p in saved.model.parameters()),
+            "seed": saved.config.train.seed, "steps": saved.step, "finished": saved.finished,
+            **{key: result[key] for key in MEASURES},
+        })  # fmt: skip
+        seen = logits.argmax(dim=1) == labels, _rollouts(saved, test, batch_size)
+        if first is not None:
+            rows[-1] |= differences(*first, *seen, test)
+        first = first or seen
+    return rows
 
 
 def _compare_groups(
