@@ -45,8 +45,8 @@ HALF_ERROR = 1e-2  # of a logit, up to which weights are stored as float16
 
 def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:
     """Return the weights that the graph refers to, float32 or float16, without gaps."""
-    tensors = _named_weights(classifier.model).values()
-    return b"".join(tensor.to(dtype).numpy().tobytes() for tensor in tensors)
+    tensors = _floats(classifier.model).values()
+    return b"".join(tensor.to("cpu", dtype).numpy().tobytes() for tensor in tensors)
 
 
 def graph_of(classifier: Classifier) -> bytes:
@@ -58,7 +58,8 @@ def graph_of(classifier: Classifier) -> bytes:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
 
-    module, named = copy.deepcopy(classifier.model).cpu().float(), _named_weights(classifier.model)
+    module, floats = copy.deepcopy(classifier.model).cpu().float(), _floats(classifier.model)
+    named = {name: v.to("cpu", torch.float32).contiguous() for name, v in floats.items()}
     interventions, preprocess = Interventions(module), classifier.preprocess
     rows, columns = require_attention(module).patch_embed.grid(*preprocess.image_size)
     images = torch.zeros(1, preprocess.channels, *preprocess.image_size)
@@ -171,7 +172,7 @@ def _spec(classifier: Classifier) -> LiveSpec:
     model, preprocess = require_attention(classifier.model), classifier.preprocess
     grid = model.patch_embed.grid(*preprocess.image_size)
     layers, heads = gates_of(classifier.model).shape
-    floats = sum(tensor.numel() for tensor in _named_weights(classifier.model).values())
+    floats = sum(tensor.numel() for tensor in _floats(classifier.model).values())
     if (most := MAX_LIVE_WEIGHTS // 2) < floats:  # as float16
         raise ValueError(f"it has {floats:,} weights, and the page runs at most {most:,}")
     channels: Any = preprocess.channels
@@ -188,8 +189,7 @@ def _dtype(classifier: Classifier, images: Tensor) -> torch.dtype | None:
     logits = model(inputs)
     if not logits.isfinite().all():
         return None
-    floats = {k: v for k, v in model.state_dict().items() if v.is_floating_point()}
-    rounded = {name: tensor.half().to(tensor.dtype) for name, tensor in floats.items()}
+    rounded = {name: tensor.half().to(tensor.dtype) for name, tensor in _floats(model).items()}
     if not all(tensor.isfinite().all() for tensor in rounded.values()):
         return torch.float32
     changed = functional_call(model, rounded, (inputs,), tie_weights=False)  # each has its value
@@ -216,10 +216,6 @@ class _WithWeights(nn.Module):
         return logits, attention, classes.int(), probabilities
 
 
-def _named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors of floats in the state dict, as contiguous float32 on the CPU."""
-    return {
-        name: tensor.to("cpu", torch.float32).contiguous()
-        for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point()
-    }
+def _floats(model: nn.Module) -> dict[str, Tensor]:
+    """Return all tensors of floats in the state dict."""
+    return {name: v for name, v in model.state_dict().items() if v.is_floating_point()}
