@@ -139,14 +139,14 @@ def _choose_length(
     if seconds is None:
         length.plan(run.config.train.epochs * step.schedule.steps_per_epoch)
     if seconds is None or length.total_steps:
-        return compile_step(run, step, length.total_steps)
+        return compile_step(run, step)
     # Classifying an image takes a third of the products of a training step.
     sample = step.schedule.small_fraction * sample_size(len(training))  # see `Validation`
     validated = (held_out + sample) / 3 if held_out else 0
     end = begin + seconds - (EXPORT_SECONDS if track.probes and track.live_mb else 0)
     settings = end, track.milestones * track.probes, validated / len(training)
     _fit_budget(step, training, *settings)
-    step = compile_step(run, step, length.total_steps)
+    step = compile_step(run, step)
     if step.compiled:
         _fit_budget(step, training, *settings)
     return step
@@ -212,9 +212,9 @@ def time_phases(step: TrainingStep, training: ImageSet) -> tuple[tuple[float, fl
     return tuple(costs)
 
 
-def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
+def compile_step(run: Run, step: TrainingStep) -> TrainingStep:
     """Compile a step if the run is long enough to benefit; accelerators average gradients in it."""
-    world, choice = run.world, run.config.train.compile
+    world, choice, steps = run.world, run.config.train.compile, step.state.length.total_steps
     began = None if run.checkpoint is None else run.checkpoint.environment.get("compiled")
     with world.main_first():
         wanted = choose_compilation(choice, began, run.device, steps)
