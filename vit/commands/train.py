@@ -23,6 +23,7 @@ from vit.config import Config, Plans, to_dict
 from vit.console import argument, program, say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
+from vit.data.sampling import balanced_batches, epoch_batches
 from vit.evaluation import Evaluator, Setup, Validation
 from vit.model.config import ModelConfig
 from vit.model.variants import attention_of, is_edited, load_attention
@@ -186,11 +187,14 @@ def build_loop(
         "classes": list(step.classes), "num_images": len(training),
         "fingerprint": training.fingerprint, "environment": {**run.environment(), **began},
     }  # fmt: skip
+    draw = partial(epoch_batches, len(training))
+    if config.data.balance == "sampler":
+        draw = partial(balanced_batches, training.labels)
     return Loop(
-        step, training, evaluators, tracker,
+        step, training, evaluators, tracker, draw=draw,
         write_checkpoint=partial(save_state, run.folder, step.state, about, run.world),
         stop=run.stop, log_every=config.track.every, max_skipped=config.train.max_skipped,
-        balanced=config.data.balance == "sampler", deadline=deadline(config),
+        deadline=deadline(config),
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from vit.classifier import Classifier
 from vit.console import say, warn
 from vit.data.images import ImageSet
-from vit.data.sampling import balanced_batches, epoch_batches
 from vit.distributed.world import Diverged, Stopped, StopRequest
 from vit.evaluation import Evaluator
 from vit.hardware import local_processes, on_cores
@@ -47,9 +46,9 @@ class Loop:
     tracker: Tracker | None  # None in all processes but the main one
     write_checkpoint: Callable[[], None]  # called after each epoch and when stopping
     stop: StopRequest  # asked after each step whether a signal has arrived
+    draw: Callable[[tuple[int, int], int, int], Tensor]  # draws an epoch, as `epoch_batches` does
     log_every: int  # steps between two points of the training curves
     max_skipped: int  # consecutive skipped steps after which the run gives up
-    balanced: bool = False  # whether every class is drawn equally often
     deadline: float | None = None  # seconds of training by which to end; None means at any time
     _since: float = 0.0  # time up to which state.seconds has counted
     # Step and seconds at which the length of the run was chosen last. A resumed run compiles first,
@@ -101,7 +100,8 @@ class Loop:
         """Train to the end of the epoch or of the run; return what to print, "" if interrupted."""
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
         epoch, first = divmod(state.step, schedule.steps_per_epoch)
-        batches = self._batches(epoch)
+        shape = schedule.steps_per_epoch, schedule.batch_size
+        batches = self.draw(shape, self.step.seed, epoch)[: schedule.steps_in(epoch)]
         if first == 0:  # a new epoch
             state.points.clear()
         number, logged, busy_before = first, first, 0.0
@@ -152,16 +152,6 @@ class Loop:
         left = (self.deadline - now) / length.seconds(done, 1) * expected / (now - began)
         length.change(step, self.step.world.agree(step + int(min(max(1, left), MOST_STEPS))))
         bar.total = length.total_steps
-
-    def _batches(self, epoch: int) -> Tensor:
-        """Return the images of each step of an epoch up to the end of the run, int64 indices."""
-        schedule, seed = self.step.schedule, self.step.seed
-        shape = schedule.steps_per_epoch, schedule.batch_size
-        if self.balanced:
-            batches = balanced_batches(self.training.labels, shape, seed, epoch)
-        else:
-            batches = epoch_batches(len(self.training), shape, seed, epoch)
-        return batches[: schedule.steps_in(epoch)]
 
     def _log(self, bar: "tqdm[NoReturn]", speed: float) -> None:
         """Log the means over the steps since the last point of the training curves."""
