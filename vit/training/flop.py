@@ -11,9 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vit.hardware import local_processes
 from vit.training.step import TrainingStep
 
-PRODUCT = {"cpu": 2048}  # rows and columns of matrices whose products are timed
-LARGE_PRODUCT = 8192  # on other devices
-
 
 def flop_of_steps(step: TrainingStep) -> dict[tuple[int, int], float]:
     """Count the FLOP of a step of all processes, by the size of its images.
@@ -56,7 +53,7 @@ def _forward_flop(model: nn.Module, shape: tuple[int, ...]) -> float:
 
 def product_speed(device: torch.device, precision: torch.dtype, processes: int) -> float:
     """Measure the FLOP/s that matrix products reach on all devices of some processes."""
-    size = PRODUCT.get(device.type, LARGE_PRODUCT)
+    size = 2048 if device.type == "cpu" else 8192  # rows and columns of square matrices
     matrix = torch.randn(size, size, device=device, dtype=precision)
     seconds = []
     for _ in range(4):
