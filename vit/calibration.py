@@ -51,10 +51,11 @@ class Calibration:
         return cls(count, fit_temperature(logits, labels), quantiles, energies)
 
     def familiarity(self, logits: Tensor) -> Tensor:
-        """Return the fraction of held-out images that look at most as familiar as others, (N,).
+        """Return the fraction of held-out images that look at most as familiar as each image, (N,).
 
-        It is below 5% for about 5% of images like the held-out ones, and for more of images of no
-        class: a conformal p-value (arXiv 2104.08279) with `energy` as score. Logits are as trained.
+        It is below 5% for about 5% of images like the held-out ones, and more often for images of
+        no class: a conformal p-value (arXiv 2104.08279) with `energy` as score. Logits are as
+        trained.
         """
         energies = torch.tensor(self.energies, dtype=torch.float64)
         below = torch.searchsorted(energies, energy(logits), right=True)

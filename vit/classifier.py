@@ -69,7 +69,7 @@ class Classifier:
         device: Where to compute.
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         flip: Whether `logits` averages each image and its mirror image; maps explain the image.
-        calibration: What the held-out images of the run say about probabilities, or None.
+        calibration: Calibration of the probabilities on the run's held-out images, or None.
         shift: Whether `logits` also averages views shifted by (-1, -1) and by (1, 1) pixels, with
             reflected borders, half of the weight together, as airbench does (arXiv 2404.00498).
     """
@@ -116,7 +116,7 @@ class Classifier:
     def threads(self) -> int:
         """Number of threads that each compute their own images: torch's on a CPU, else 1.
 
-        Attention modules from notebooks may store what they compute, so they have one.
+        Attention modules from notebooks may store what they compute, so they get a single thread.
         """
         alone = self.device.type != "cpu" or stores_results(self.model)
         return 1 if alone else torch.get_num_threads()

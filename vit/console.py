@@ -32,7 +32,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on standard error in the first process; the others have the same to say."""
+    """Print a line on standard error, in the first process only."""
     if rank() == 0:
         say(printable(text), sys.stderr)
 
@@ -62,7 +62,7 @@ def installed(name: str) -> str:
 
 
 def counted(count: float, noun: str, form: str = "") -> str:
-    """Return a number, by a format such as ",", and its noun, in the plural except for 1."""
+    """Return a number, in a format such as ",", and its noun, plural except for 1."""
     return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
 
 

@@ -101,7 +101,7 @@ class Validation:
 
 
 def sample_size(num_images: int) -> int:
-    """Return how many training images batch norm gets statistics of: few of a small set."""
+    """Return how many of the training images the statistics of batch norm are taken from."""
     return max(64, min(SAMPLE, num_images // 8))
 
 

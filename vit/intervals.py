@@ -1,4 +1,4 @@
-"""Intervals of 95% and tests, of means, proportions and anything that can be resampled.
+"""95% confidence intervals and tests for means, proportions and anything that can be resampled.
 
 SciPy has some of them, but takes longer to import than a photo takes to classify.
 """

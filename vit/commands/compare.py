@@ -28,7 +28,7 @@ from vit.settings import changed_keys
 
 MOST_MOVED = 8  # images listed
 LONGEST_NAME = 40  # characters of a model's name, and of all names in that of a folder
-CALLED = ("depth", "embed_dim", "patch_size", "attention")  # what a ViT is always called by
+CALLED = ("depth", "embed_dim", "patch_size", "attention")  # settings that always name a ViT
 Maps: TypeAlias = Tensor | None
 MEASURES = (
     "accuracy", "accuracy_95", "balanced_accuracy", "balanced_accuracy_95", "images_per_second"
@@ -207,7 +207,7 @@ def differences(
 
 
 def _divide(maps: Tensor, rows: int, columns: int) -> Tensor:
-    """Divide the fractions of patches among those of another grid, by area; sums stay."""
+    """Redistribute fractions over the patches of another grid, by area; their sum is the same."""
 
     def shares(to: int, count: int) -> Tensor:
         ends, own = torch.arange(to + 1)[:, None] / to, torch.arange(count + 1) / count

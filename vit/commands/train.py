@@ -113,7 +113,7 @@ def train(
 
 
 def say_what_fails(model: ModelConfig) -> None:
-    """Print which properties fail of attention that is not released with this package."""
+    """Print which checks the attention fails, unless it is one that this package releases."""
     if model.name != "vit" or not is_edited(model.attention):
         return
     rows = check(attention_of(model.attention), with_cost=False)

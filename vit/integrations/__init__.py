@@ -17,11 +17,11 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class AttentionLog:
-    """Logs the attention for images every n optimizer steps, and changes nothing in the training.
+    """Logs the attention for a few images during training, which it does not change.
 
     Args:
         images: (B, 3, height, width) uint8, of the size that the model takes.
-        every: n.
+        every: Number of optimizer steps from one log to the next.
         mean: Mean of each channel that the model's images are normalized with, 0 to 1.
         std: Standard deviation of each channel, likewise.
         model: The model to log, if a module contains several that are trained.

@@ -223,7 +223,7 @@ def _load(
     if channels != old_channels:
         convs = about.get("first_conv") or ()
         for conv in (convs,) if isinstance(convs, str) else convs:
-            # Where this fails, it is an error here, while timm leaves random kernels.
+            # Raises an error where timm would only warn and leave the kernels random.
             timm.models.adapt_input_conv(channels, body[f"{conv}.weight"], old_channels)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about how timm resamples

@@ -196,5 +196,5 @@ def require_packages(user: str, packages: Sequence[str], extra: str) -> None:
 
 
 def warn_skipped(problem: str) -> None:
-    """Warn of a file that is left out, with what is wrong with it."""
+    """Warn that a file is skipped, and say why."""
     warn(f"skipped: {problem.removeprefix('data.root: ').removeprefix('photo: ')}")

@@ -1,4 +1,4 @@
-"""Starting a run: what it is checked for, its device, processes and signals, and what it resumes.
+"""Starting a run: its checks, device, processes and signals, and the checkpoint to resume from.
 
 Before data is read, the model is built on torch's "meta" device, where tensors have no values and
 take no time.
