@@ -3,9 +3,9 @@
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -79,23 +79,23 @@ def to_bands(photo: Photo | TarMember, channels: int, key: str) -> Bands:
     """
     if isinstance(photo, str | Path):
         photo = _require_file(Path(photo), key)
-    read: Callable[[Any, int], Bands]
-    match photo:
-        case Path() | TarMember():
-            name, read = str(photo), _read
-        case Image.Image():
-            name, read = "the image", bands_of
-        case np.ndarray():
-            name, read = "the array", _bands_of_array
-        case _:
-            raise ValueError(
-                f"{key}: a {type(photo).__name__} is not allowed; "
-                "it must be a path, a Pillow image or an array, or a list of them"
-            )
     try:
-        return read(photo, channels)
+        match photo:
+            case Path() | TarMember():
+                name = str(photo)
+                return _read(photo, channels)
+            case Image.Image():
+                name = "the image"
+                return bands_of(photo, channels)
+            case np.ndarray():
+                name = "the array"
+                return _bands_of_array(photo, channels)
     except Unusable as error:
         raise ValueError(f"{key}: {name} {error}") from None
+    raise ValueError(
+        f"{key}: a {type(photo).__name__} is not allowed; "
+        "it must be a path, a Pillow image or an array, or a list of them"
+    )
 
 
 def to_photo(photo: Photo, channels: int = 3) -> np.ndarray:
