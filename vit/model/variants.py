@@ -211,7 +211,8 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
                 dim, heads, head_dim, attention=find_attention(name), rel_pos=model.rel_pos,
                 grid=grid, num_prefix_tokens=prefix,
             )  # fmt: skip
-            inputs, bias = built.rel_pos.before(*inputs, grid), built.rel_pos.bias(grid)
+            query, key, value = inputs
+            inputs, bias = built.rel_pos.before(query, key, value, grid), built.rel_pos.bias(grid)
             attend: Any = built.attention or variant
             output, weights = attend(*inputs, bias, nn.Identity(), **built.place)
         expected = inputs[-1].shape, (1, heads, tokens, tokens)
