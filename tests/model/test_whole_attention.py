@@ -1,7 +1,6 @@
 """Whole attention modules: weights, masks and muting are those of their own softmax."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,13 +20,14 @@ from vit.explain.interventions import Interventions, gated_weights, gates_of, wi
 from vit.model import variants
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
-from vit.model.whole_attention import WholeAttention, is_whole
+from vit.model.whole_attention import WholeAttention
 from vit.pretrained.load import load
 from vit.reporting.live import graph_of
 from vit.run.checkpoint import checkpoint_paths
 
 B, N, D = 2, 17, 48
 GRID = 4, 4  # and a class token
+SIZES = {"img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 10, "embed_dim": D}
 
 
 class Plain(nn.Module):
@@ -39,36 +39,34 @@ class Plain(nn.Module):
         self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
         self.scaled: dict[int, float] = {}  # what rows of a head are multiplied by
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Return queries, keys and values, (B, H, N, d) each."""
+        parts = self.qkv(x).chunk(3, dim=-1)
+        return [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts]
+
+    def merge(self, heads: Tensor) -> Tensor:
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.split(x)
         self.weights = F.softmax(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, dim=-1)
         scale = torch.tensor([self.scaled.get(head, 1.0) for head in range(self.heads)])
-        heads = (self.weights * scale[:, None, None]) @ v
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.merge((self.weights * scale[:, None, None]) @ v)
 
 
 class Fused(Plain):
     """The same with torch's function, which returns no weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.merge(F.scaled_dot_product_attention(*self.split(x)))
 
 
 class Shared(Plain):
     """torch's function for two heads that share a head of keys and values."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        k, v = k[:, :1], v[:, :1]
-        heads = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        q, k, v = self.split(x)
+        return self.merge(F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True))
 
 
 def test_heads_may_share_keys_and_values() -> None:
@@ -87,18 +85,6 @@ class HeadsFirst(Plain):
         )
         weights = F.softmax(q @ k.transpose(-2, -1), dim=-1)
         return self.out(torch.cat((weights @ v).chunk(self.heads), dim=-1))
-
-
-def test_weights_in_another_order_than_the_images_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They would be shown as those of other images."""
-    for module in (HeadsFirst, Plain):
-        monkeypatch.setitem(variants.ATTENTION, "mine", module)
-        model = ModelConfig(attention="mine", num_heads=2, embed_dim=D)
-        refused = pytest.raises(ValueError, match="of one image that depend on another")
-        with refused if module is HeadsFirst else nullcontext():
-            variants.check_attention(model, GRID, 1)
 
 
 class Torchs(nn.MultiheadAttention):
@@ -217,13 +203,10 @@ class ByHand(Plain):
     """A softmax without torch's function, and weights of four dimensions."""
 
     def forward(self, x: Tensor) -> Any:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = self.split(x)
         weights = (q @ k.mT / q.shape[-1] ** 0.5).exp()
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+        return self.merge(weights @ v), weights
 
 
 def test_weights_by_hand_have_gradients_and_cannot_be_masked(
@@ -241,14 +224,12 @@ def test_weights_by_hand_have_gradients_and_cannot_be_masked(
 
 
 def test_heads_without_a_softmax_cannot_be_muted_in_the_tab() -> None:
-    sizes = {"img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 10, "embed_dim": D}
-    for heads in (1, 3):
-        model = VisionTransformer(**sizes, depth=1, num_heads=heads, attention=ByHand)
-        refused = pytest.raises(
-            ValueError, match="ByHand computes no softmax, so none of its heads"
-        )
-        with refused if heads > 1 else nullcontext():
-            gated_weights(model, gates_of(model))
+    alone, several = (
+        VisionTransformer(**SIZES, depth=1, num_heads=heads, attention=ByHand) for heads in (1, 3)
+    )
+    gated_weights(alone, gates_of(alone))
+    with pytest.raises(ValueError, match="ByHand computes no softmax, so none of its heads"):
+        gated_weights(several, gates_of(several))
 
 
 class Lazy(nn.Module):
@@ -263,8 +244,7 @@ class Lazy(nn.Module):
 
 
 def test_lazy_layers_are_made_before_the_model_is_initialised() -> None:
-    sizes = {"img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 10, "embed_dim": D}
-    model = VisionTransformer(**sizes, depth=1, num_heads=3, attention=Lazy)
+    model = VisionTransformer(**SIZES, depth=1, num_heads=3, attention=Lazy)
     assert model.blocks[0].attn.module.first.weight.shape == (D, D)
 
 
@@ -284,18 +264,8 @@ class Linear(Plain):
     """Linear attention (arXiv 1812.01243): softmaxes of queries and keys, and no weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        heads = q.softmax(-1) @ (k.softmax(-2).mT @ v)
-        return self.out(heads.transpose(1, 2).flatten(2))
-
-
-def test_softmaxes_of_queries_and_keys_are_no_weights() -> None:
-    """Their shape is that of weights if heads are as wide as there are tokens."""
-    with pytest.raises(ValueError, match="Linear computes no softmax over the tokens; let its"):
-        WholeAttention(Linear, 2 * N, 2, GRID, 1)(torch.randn(B, N, 2 * N), need_weights=True)
+        q, k, v = self.split(x)
+        return self.merge(q.softmax(-1) @ (k.softmax(-2).mT @ v))
 
 
 class ByHead(nn.Module):
@@ -308,12 +278,6 @@ class ByHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = [layer(x).chunk(3, dim=-1) for layer in self.layers]
         return torch.cat([torch.softmax(input=q @ k.mT, dim=-1) @ v for q, k, v in heads], dim=-1)
-
-
-def test_a_mask_of_two_dimensions_is_for_every_head() -> None:
-    mask = torch.ones(N, N, dtype=torch.bool).tril()
-    _, weights = WholeAttention(ByHead, D, 3, GRID, 1)(tokens(), mask, need_weights=True)
-    assert weights.shape == (B, 3, N, N) and not weights.triu(1).any()
 
 
 class Forgotten(Plain):
@@ -334,16 +298,34 @@ class Late(Plain):
         return super().forward(x)
 
 
+class Backwards(Plain):
+    """Of which the first token sees only itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.merge(F.scaled_dot_product_attention(*self.split(x), is_causal=True))
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
-    [(Forgotten, "tensors that are neither parameters"), (Late, "it makes parameters outside of")],
+    [
+        (HeadsFirst, "of one image that depend on another"),
+        (Forgotten, "tensors that are neither parameters"),
+        (Late, "it makes parameters outside of"),
+        (Backwards, r"class token sees only itself, .* --model\.class_token"),
+    ],
 )
-def test_what_a_model_file_would_not_store_is_refused(
+def test_what_would_go_wrong_later_is_refused_before_training(
     module: type, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Weights of other images, what a model file would not store, and a blind class token."""
+    model = ModelConfig(attention="mine", num_heads=2, embed_dim=D)
+    monkeypatch.setitem(variants.ATTENTION, "mine", Plain)
+    variants.check_attention(model, GRID, 1)
     monkeypatch.setitem(variants.ATTENTION, "mine", module)
     with pytest.raises(ValueError, match=words):
-        variants.check_attention(ModelConfig(attention="mine", num_heads=2, embed_dim=D), GRID, 1)
+        variants.check_attention(model, GRID, 1)
+    if module is Backwards:
+        variants.check_attention(replace(model, class_token=False, global_pool="avg"), GRID)
 
 
 class Extra(Torchs):
@@ -358,11 +340,9 @@ class SelfAttention(Torchs):
         return super().forward(x, x, x)
 
 
-def test_modules_that_extend_torchs() -> None:
+def test_a_module_that_extends_torchs_has_its_weights() -> None:
     placed = WholeAttention(SelfAttention, D, 3, GRID, 1).eval()
     assert placed(tokens(), need_weights=True)[1].shape == (B, 3, N, N)
-    with pytest.raises(ValueError, match="bias_k, bias_v and add_zero_attn"):
-        WholeAttention(Extra, D, 3, GRID, 1)(tokens(), need_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -381,25 +361,23 @@ def test_settings_that_a_module_does_not_take_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("module", "heads", "words"),
+    ("module", "width", "heads", "words"),
     [
-        (OneHead, 3, "num_heads: 3 is not allowed; it must be 1 with OneHead"),
-        (Hidden, 1, "Hidden computes no softmax over the tokens; let its forward return"),
-        (Long, 1, "Long returns [2, 16, 48] for tokens of [2, 17, 48]"),
-        (Unknown, 1, "the constructor of Unknown takes kernel, which is not known here"),
+        (OneHead, D, 3, "num_heads: 3 is not allowed; it must be 1 with OneHead"),
+        (Hidden, D, 1, "Hidden computes no softmax over the tokens; let its forward return"),
+        (Long, D, 1, "Long returns [2, 16, 48] for tokens of [2, 17, 48]"),
+        (Unknown, D, 1, "the constructor of Unknown takes kernel, which is not known here"),
+        (Extra, D, 3, "bias_k, bias_v and add_zero_attn"),
+        # Of queries and keys: their shape is that of weights where heads are as wide as that.
+        (Linear, 2 * N, 2, "Linear computes no softmax over the tokens; let its forward return"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_a_line(module: Any, heads: int, words: str) -> None:
+def test_what_cannot_be_used_is_refused_in_a_line(
+    module: Any, width: int, heads: int, words: str
+) -> None:
     with pytest.raises(ValueError) as info:
-        WholeAttention(module, D, heads, GRID, 1)(tokens(), need_weights=True)
+        WholeAttention(module, width, heads, GRID, 1)(torch.randn(B, N, width), need_weights=True)
     assert words in str(info.value) and "\n" not in str(info.value)
-
-
-def test_kinds_are_recognized() -> None:
-    from vit.model.variants import ATTENTION, CosineAttention
-
-    assert is_whole(OneHead) and is_whole(nn.MultiheadAttention)
-    assert not is_whole(CosineAttention) and not any(map(is_whole, ATTENTION.values()))
 
 
 # In a run.
@@ -500,7 +478,7 @@ class HeadList(nn.Module):
         return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
 
 
-def test_a_softmax_for_each_head_gives_weights_of_all() -> None:
+def test_a_softmax_for_each_head_gives_weights_and_gradients_of_all() -> None:
     placed, keep = WholeAttention(HeadList, D, 3, GRID, 1), torch.ones(B, 1, N, dtype=torch.bool)
     keep[0, :, :4] = False
     output, weights = placed(tokens(), keep, need_weights=True)
@@ -511,11 +489,8 @@ def test_a_softmax_for_each_head_gives_weights_of_all() -> None:
     muted = placed(tokens(), keep, need_weights=True)[0]
     change = (weights[:, 2] @ v) @ placed.module.proj.weight[:, 32:].T
     assert_close(output - muted, change, rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_reach_the_weights_of_all_heads() -> None:
-    """Those of a head's weights are the values times the gradient of what the head adds."""
-    placed = WholeAttention(HeadList, D, 3, GRID, 1)
+    # Gradients of a head's weights are the values times the gradient of what the head adds.
+    placed.gates[2] = 1.0
     output, weights = placed(tokens(), need_weights=True)
     (gradient,) = torch.autograd.grad(output.sum(), weights)
     for head, module in enumerate(placed.module.heads):
@@ -561,25 +536,20 @@ class Configured(Plain):
         self.register_buffer("length", torch.tensor(config.block_size))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = self.split(x)
         scores = q @ k.transpose(-2, -1)
         if mask is not None:
             scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
-        return self.out((F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2))
+        return self.merge(F.softmax(scores, dim=-1) @ v)
 
 
-def test_a_config_object_has_what_constructors_take() -> None:
-    placed = WholeAttention(Configured, D, 3, GRID, 1)
-    assert (placed.module.heads, placed.module.length) == (3, N)
-
-
+@pytest.mark.parametrize("module", [Configured, ByHead])
 @pytest.mark.parametrize("shape", [(N,), (N, N), (B, N, N), (B, 1, 1, N), (B, 3, N, N)])
-def test_masks_have_the_shape_that_the_module_takes(shape: tuple[int, ...]) -> None:
-    """Masks that differ between heads act on the softmax where the module takes (B, N, N)."""
-    placed = WholeAttention(Configured, D, 3, GRID, 1).eval()
+def test_masks_of_any_shape_hide_keys(module: type, shape: tuple[int, ...]) -> None:
+    """From a module that takes (B, N, N), or else from its softmax; perhaps for each head."""
+    placed = WholeAttention(module, D, 3, GRID, 1).eval()
+    if module is Configured:  # by an object with what constructors take
+        assert (placed.module.heads, placed.module.length) == (3, N)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5
     mask[..., 0] = True
     _, weights = placed(tokens(), mask, need_weights=True)
@@ -597,31 +567,11 @@ class Repeated(nn.Module):
     forward = ByHead.forward
 
 
-class Backwards(Plain):
-    """Of which the first token sees only itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(heads.transpose(1, 2).flatten(2))
-
-
 def test_heads_that_share_all_layers_are_found() -> None:
     rows = {row.property: row for row in check(Repeated)}
     assert rows["heads are independent"].result == "failed"
     rows = {row.property: row for row in check(ByHead)}
     assert rows["heads are independent"].result == "passed"
-
-
-def test_a_class_token_that_sees_no_patch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(variants.ATTENTION, "mine", Backwards)
-    model = ModelConfig(attention="mine", num_heads=2, embed_dim=D)
-    with pytest.raises(ValueError, match=r"class token sees only itself, .* --model\.class_token"):
-        variants.check_attention(model, GRID, 1)
-    variants.check_attention(replace(model, class_token=False, global_pool="avg"), GRID)
 
 
 class Cached(Plain):
