@@ -4,7 +4,6 @@ timm's models have random weights here.
 """
 
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -40,20 +39,23 @@ from vit.pretrained.sources import (
     settings_of_timm,
     weights_of_timm,
 )
-from vit.pretrained.transformers import read_transformers
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run, unfinished_config
 from vit.training.build import build_step
 from vit.training.start import check_config
 
+TINY = "vit_tiny_patch16_224"
 ARCHITECTURES = (
-    "vit_tiny_patch16_224",
+    TINY,
     "vit_base_patch32_clip_224",
     "deit3_small_patch16_224",
     "vit_small_patch14_reg4_dinov2",
     "vit_medium_patch16_gap_256",
     "vit_base_patch16_siglip_gap_256",
     "vit_base_patch16_clip_quickgelu_224",
+    "vit_small_patch16_rope_224",
+    "vit_relpos_small_patch16_224",
+    "vit_relpos_base_patch16_cls_224",
 )
 VIT = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8}
 SMALL_TIMM = {**VIT, "img_size": 32}
@@ -76,38 +78,15 @@ def names(count: int) -> tuple[str, ...]:
     return tuple(f"class {number}" for number in range(count))
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"act_layer": "gelu_tanh"},
-    {"qk_norm": True, "norm_layer": "layernorm"},
-    {"mlp_ratio": 2.7, "pos_embed": "none"},
-    {"reg_tokens": 2, "no_embed_class": True, "global_pool": "avg"},
-    {"qkv_bias": False, "init_values": 0.1, "fc_norm": True},
-]
-PUBLISHED = (
-    "vit_base_patch32_clip_224", "deit3_small_patch16_224", "vit_base_patch16_clip_quickgelu_224"
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("vit_tiny_patch16_224", SMALL_TIMM | options) for options in OPTIONS]
-    + [(name, {"depth": 2}) for name in PUBLISHED],
-)
-def test_ours_gives_timms_logits(name, arguments):
-    theirs = draw_timm(name, num_classes=7, **arguments)
-    settings, (size, _) = settings_of_timm(theirs, "timm's"), theirs.patch_embed.img_size
-    ours = VisionTransformer(img_size=size, in_chans=3, num_classes=7, **settings).eval()
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, logits = theirs(images), ours(images)
-    assert expected.std() > 0.1
-    assert not torch.allclose(expected[0], expected[1], atol=1e-2)  # the image matters
-    assert_close(logits, expected, rtol=0, atol=1e-4)
-    theirs.load_state_dict(ours.state_dict(), strict=True)  # and back
-
-
-RELPOS: list[tuple[str, dict[str, Any], str]] = [
+SAME: list[tuple[str, dict[str, Any], str]] = [  # arguments of timm, and positions in attention
+    (TINY, {"act_layer": "gelu_tanh"}, "none"),
+    (TINY, {"qk_norm": True, "norm_layer": "layernorm"}, "none"),
+    (TINY, {"mlp_ratio": 2.7, "pos_embed": "none", "init_values": None}, "none"),
+    (TINY, {"reg_tokens": 2, "no_embed_class": True, "global_pool": "avg"}, "none"),
+    (TINY, {"qkv_bias": False, "fc_norm": True}, "none"),
+    ("vit_base_patch32_clip_224", {"init_values": None}, "none"),
+    ("deit3_small_patch16_224", {}, "none"),
+    ("vit_base_patch16_clip_quickgelu_224", {}, "none"),
     ("vit_relpos_small_patch16_224", {"rel_pos_type": "bias", "class_token": True}, "bias"),
     ("vit_relpos_small_patch16_224", {"rel_pos_type": "mlp", "fc_norm": False}, "bias"),
     ("vit_relpos_base_patch16_cls_224", {"rel_pos_type": "mlp-swin"}, "bias"),
@@ -124,9 +103,9 @@ RELPOS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "kind"), RELPOS)
-def test_positions_in_attention_give_timms_logits(name, arguments, kind, tmp_path):
-    """The folder as timm saves it, with a grid that is not square."""
+@pytest.mark.parametrize(("name", "arguments", "kind"), SAME)
+def test_ours_gives_timms_logits(name, arguments, kind, tmp_path):
+    """From a folder as timm saves it, with a grid that is not square."""
     arguments = VIT | {"img_size": (24, 40), "init_values": 0.1} | arguments
     theirs = randomize(timm.create_model(name, num_classes=7, **arguments), 0.2)
     save_timm(theirs, tmp_path / "saved", **arguments, num_classes=7)
@@ -141,6 +120,8 @@ def test_positions_in_attention_give_timms_logits(name, arguments, kind, tmp_pat
     assert (expected[0] - expected[1]).abs().max() > 1e-2  # the image matters, and its places
     assert (logits - mirrored).abs().max() > 1e-2
     assert_close(logits, expected, rtol=0, atol=1e-5)
+    if kind == "none":
+        theirs.load_state_dict(ours.state_dict(), strict=True)  # and back
 
 
 @pytest.mark.parametrize("size", [(16, 56), (40, 24)])
@@ -188,42 +169,23 @@ def test_a_part_that_ours_lacks_is_refused_by_name(name, options, part):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_is_inferred_from_a_state_dict(name):
+    """Rotary positions have no weights: the config names them, and images may have any size."""
     with torch.device("meta"):
-        model = timm.create_model(name)
-    expected = settings_of_timm(model, name)
-    config = ModelConfig(pretrained="x", **{key: expected[key] for key in UNKNOWN})
-    source = complete(name, model.state_dict(), config)
-    assert source.settings == expected
-    assert source.input_size == (3, *model.patch_embed.img_size)
-    assert all(f"{key}={expected[key]}" in source.notes[0] for key in UNKNOWN)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("vit_small_patch16_rope_224", "rope"),
-        ("vit_relpos_small_patch16_224", "bias"),
-        ("vit_relpos_base_patch16_cls_224", "bias"),
-    ],
-)
-def test_positions_in_attention_are_inferred_from_a_state_dict(name, kind):
-    """Rotary positions have no weights, so the config names them."""
-    with torch.device("meta"):
-        arguments = {} if kind == "rope" else {"rel_pos_type": "bias"}
+        arguments = {"rel_pos_type": "bias"} if "relpos" in name else {}
         model = timm.create_model(name, depth=2, **arguments)
-    expected = settings_of_timm(model, name)
-    told = UNKNOWN + (("rel_pos",) if kind == "rope" else ())
+    expected, is_rope = settings_of_timm(model, name), "rope" in name
+    told = (*UNKNOWN, "rel_pos") if is_rope else UNKNOWN
     config = ModelConfig(pretrained="x", **{key: expected[key] for key in told})
     source = complete(name, model.state_dict(), config)
     assert source.settings == expected
     assert source.weights.keys() == weights_of_timm(model).keys()
-    assert ("rel_pos=rope" in source.notes[0]) == (kind == "rope")
-    if kind == "bias":
-        assert source.input_size == (3, 224, 224)
+    assert is_rope or source.input_size == (3, *model.patch_embed.img_size)
+    assert all(f"{key}={expected[key]}" in source.notes[0] for key in told)
+    assert ("rel_pos=" in source.notes[0]) == is_rope
 
 
 def test_heads_are_inferred_where_their_norms_tell():
-    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, qk_norm=True)
+    model = draw_timm(TINY, **SMALL_TIMM, qk_norm=True)
     source = complete("x", model.state_dict(), ModelConfig(num_heads=2))
     assert source.settings["num_heads"] == 3
     assert source.notes == (
@@ -249,7 +211,7 @@ def test_heads_are_inferred_where_their_norms_tell():
     ],
 )
 def test_a_foreign_state_dict_is_refused(change, message, tmp_path):
-    weights = {**draw_timm("vit_tiny_patch16_224", **SMALL_TIMM).state_dict(), **change}
+    weights = {**draw_timm(TINY, **SMALL_TIMM).state_dict(), **change}
     file = tmp_path / "weights.safetensors"
     save_file({key: value for key, value in weights.items() if value is not None}, file)
     with pytest.raises(ValueError, match=rf"^model\.(pretrained|num_heads): .*{message}") as error:
@@ -271,7 +233,7 @@ def adapted(
 @pytest.mark.parametrize(
     ("name", "size", "patch", "chans"),
     [
-        ("vit_tiny_patch16_224", (32, 96), 4, 3),
+        (TINY, (32, 96), 4, 3),
         ("deit3_small_patch16_224", (16, 16), 16, 1),
         ("deit3_small_patch16_224", (64, 64), 8, 4),
     ],
@@ -318,7 +280,7 @@ def test_head_is_kept_only_for_the_same_classes(theirs, ours, why):
 
 
 with torch.device("meta"):
-    PLAIN = settings_of_timm(timm.create_model("vit_tiny_patch16_224"), "x")
+    PLAIN = settings_of_timm(timm.create_model(TINY), "x")
 
 
 def test_architecture_replaces_defaults_and_nothing_else():
@@ -363,7 +325,7 @@ def test_images_are_normalized_as_the_source_was_trained():
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same small model in every form that timm and others save it in."""
     folder = tmp_path_factory.mktemp("weights")
-    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=5)
+    model = draw_timm(TINY, **SMALL_TIMM, num_classes=5)
     state = model.state_dict()
     noise = {key: torch.zeros_like(value) for key, value in state.items()}
     save_file(state, folder / "bare.safetensors")
@@ -384,7 +346,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_form_of_file_gives_the_same_model(files, form):
     name = str(files / form)
     source = find_source(name, ModelConfig(pretrained=name))
-    expected = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=5)
+    expected = draw_timm(TINY, **SMALL_TIMM, num_classes=5)
     assert source.settings == settings_of_timm(expected, "x")
     assert source.input_size == (3, 32, 32)
     assert source.weights.keys() == expected.state_dict().keys()
@@ -548,7 +510,7 @@ SWIN = {"embed_dim": 12, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4
 NAMES = {
     "test_resnet": {},
     "swin_tiny_patch4_window7_224": SWIN,
-    "vit_tiny_patch16_224": VIT,
+    TINY: VIT,
     "deit_tiny_distilled_patch16_224": VIT,
 }
 DISTILLED = "deit_tiny_distilled_patch16_224"
@@ -596,7 +558,7 @@ def test_weights_are_fitted_as_timm_does(name, arguments, form, size, channels, 
 
 
 @pytest.mark.parametrize(("name", "theirs", "ours"), [
-    ("vit_tiny_patch16_224", 4, 4), ("test_resnet", 6, 6), ("vit_tiny_patch16_224", 1, 3)
+    (TINY, 4, 4), ("test_resnet", 6, 6), (TINY, 1, 3)
 ])  # fmt: skip
 def test_channels_of_a_bare_file_are_those_of_its_first_convolution(name, theirs, ours, tmp_path):
     arguments = VIT if "vit" in name else {}
@@ -618,11 +580,11 @@ def test_channels_of_a_bare_file_are_those_of_its_first_convolution(name, theirs
 def test_a_run_is_not_continued_in_a_model_of_timm_that_lacks_a_part(part, words, tmp_path):
     run = save_untrained(tmp_path, {**VIT, **part})
     with pytest.raises(ValueError, match=f"it lacks their {words}"):
-        resolve_pretrained(timm_run(run, "vit_tiny_patch16_224", None), None)
+        resolve_pretrained(timm_run(run, TINY, None), None)
 
 
 def test_a_classifier_of_another_width_is_left_out(tmp_path):
-    state = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=10).state_dict()
+    state = draw_timm(TINY, **SMALL_TIMM, num_classes=10).state_dict()
     torch.save({**state, "head.weight": torch.ones(10, 48)}, tmp_path / "wide.pth")
     source = resolve_pretrained(tuned(tmp_path / "run", str(tmp_path / "wide.pth")), None)[1]
     weights, account = source.adapted(names(10))
@@ -641,7 +603,7 @@ def test_pooling_that_a_bare_file_does_not_tell_is_the_configs(files):
 
 def test_arguments_come_from_the_folder_and_the_users_win(files):
     changes = {"drop_path_rate": 0.2, "patch_size": 4}
-    config = timm_run(files / "saved", "vit_tiny_patch16_224", changes)
+    config = timm_run(files / "saved", TINY, changes)
     found, source = resolve_pretrained(config, None)
     assert found.model.timm_args == {**VIT, **changes, "global_pool": "token"}
     assert (source.mean, source.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
@@ -671,7 +633,7 @@ NAFLEX = "naflexvit_base_patch16_gap"
 @pytest.mark.parametrize(
     ("saved", "name", "arguments", "message"),
     [
-        ("vit_tiny_patch16_224", "test_resnet", None, "tensors differ in blocks.0.*; name their m"),
+        (TINY, "test_resnet", None, "tensors differ in blocks.0.*; name their m"),
         (DISTILLED, DISTILLED, {**VIT, "embed_dim": 36}, "size mismatch for cls_token"),
         # timm would start with a random patch embedding and say so in a log.
         (NAFLEX, NAFLEX, VIT, "4D Conv2d"),
@@ -696,46 +658,3 @@ def test_a_run_of_a_timm_model_names_it(tmp_path):
     assert "nothing is new: its classifier has the same classes" in source.adapted(KINDS)[1]
     for key, value in load_model(run).model.state_dict().items():
         assert torch.equal(source.weights[key], value), key
-
-
-@pytest.mark.parametrize(
-    ("kind", "mean", "std"),
-    [
-        ("dinov2", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        ("deit", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        ("vit", (0.5,) * 3, (0.5,) * 3),
-    ],
-)
-def test_transformers_without_a_preprocessor_are_normalized_as_usual(
-    tmp_path: Path, kind: str, mean: tuple[float, ...], std: tuple[float, ...]
-) -> None:
-    shapes = {"embeddings.cls_token": (1, 1, 16), "embeddings.position_embeddings": (1, 17, 16)}
-    shapes["embeddings.patch_embeddings.projection.weight"] = (16, 3, 8, 8)
-    layer = "encoder.layer.0."
-    linear = {
-        "intermediate.dense": (32, 16), "output.dense": (16, 32), "layernorm_before": (16,),
-        "layernorm_after": (16,),
-        **{f"attention.{name}": (16, 16) for name in (
-            "attention.query", "attention.key", "attention.value", "output.dense"
-        )},
-    }  # fmt: skip
-    shapes |= {f"{layer}{name}.weight": shape for name, shape in linear.items()}
-    shapes |= {f"{layer}{name}.bias": shape[:1] for name, shape in linear.items()}
-    shapes |= {"embeddings.patch_embeddings.projection.bias": (16,)}
-    shapes |= {"layernorm.weight": (16,), "layernorm.bias": (16,)}
-    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
-    save_file(weights, tmp_path / "model.safetensors")
-    about = {
-        "model_type": kind, "image_size": 32, "num_attention_heads": 2, "layer_norm_eps": 1e-6,
-        "hidden_act": "gelu",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    source, preprocess = read_transformers(tmp_path)
-    assert (source.mean, source.std) == (preprocess.mean, preprocess.std)
-    assert source.mean == pytest.approx(mean) and source.std == pytest.approx(std)
-    (note,) = source.notes
-    assert f"usual for {kind}" in note and ("ImageNet" in note) == (kind != "vit")
-    given = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
-    source = read_transformers(tmp_path)[0]
-    assert source.mean == pytest.approx((0.1, 0.2, 0.3)) and source.notes == ()
