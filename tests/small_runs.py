@@ -1,17 +1,20 @@
 """Small complete runs, and helpers to read their outputs."""
 
+import contextlib
+import csv
 import io
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from PIL import Image
@@ -56,6 +59,10 @@ SMALL: dict[str, Any] = {
 
 STEPS = 6 * (320 // 64)
 
+# Settings of augmentation with which an image is the same at each step.
+STILL = {"crop_padding": 0, "flip": False, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
+NO_DROPOUT = dict.fromkeys(("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"), 0.0)
+
 # A file of attention of which neither queries and keys nor the table have gradients.
 UNIFORM = """
 import torch
@@ -72,6 +79,30 @@ class Uniform(torch.nn.Module):
 def small(out: Path, **changes: dict[str, Any]) -> Config:
     parts = {part: {**values, **changes.get(part, {})} for part, values in SMALL.items()}
     return Config(**{"out": str(out), **parts})
+
+
+def tiny(out: Path, root: Path, **changes: dict[str, Any]) -> Config:
+    """Return the config of an epoch of a tiny model on pictures as `draw_pictures` writes them."""
+    parts: dict[str, Any] = {
+        "data": {"name": "folder", "root": str(root), "image_size": 16},
+        "model": {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0},
+        "train": {"epochs": 1, "batch_size": 8, "device": "cpu", "small_share": 0, "whiten": False},
+        "track": {"probes": 1, "milestones": 1, "live_mb": 0},
+    }
+    parts = {part: {**values, **changes.get(part, {})} for part, values in parts.items()}
+    return Config(**{"out": str(out), **parts})
+
+
+def draw_pictures(
+    root: Path, count: int, classes: Sequence[str] = "ab", name: str = "{}.png", seed: int = 0
+) -> Path:
+    """Write pictures of noise, 16 x 16, into the folder of each class in turn."""
+    random = np.random.default_rng(seed)
+    for number in range(count):
+        path = root / classes[number % len(classes)] / name.format(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
+    return root
 
 
 def begin(
@@ -133,6 +164,23 @@ def watch_updates(monkeypatch: Any, look: Callable[[torch.Tensor, torch.Tensor],
     monkeypatch.setattr(TrainingStep, "update", watched)
 
 
+def run_loop(config: Config, stop_at: int = 0) -> Loop:
+    """Run a config in its folder, resumed if it has a checkpoint; return the loop at its end."""
+    Path(config.out).mkdir(exist_ok=True)
+    stop = StopAt(stop_at)
+    loop = make_loop(config, stop=stop)
+    stop.state = loop.step.state
+    with contextlib.closing(Tracker(Path(config.out), loop.step.state.step)) as loop.tracker:
+        loop.run()
+    return loop
+
+
+def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two runs are at the same place, bit for bit."""
+    for part in ("model", "optimizers", "ema", "points", "step"):
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+
+
 class StopAt(StopRequest):
     """A request that comes after a step."""
 
@@ -180,12 +228,34 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str] | None = None)
         time.sleep(0.01)
 
 
+@contextlib.contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Fail instead of never ending."""
+
+    def expire(*_: object) -> None:
+        pytest.fail(f"it does not end within {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def is_alive(number: int) -> bool:
     """Tell whether a process, perhaps not our child, has not ended."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def rows_of(table: Path) -> list[dict[str, str]]:
+    """Read a CSV file, in which names of files may not be UTF-8."""
+    with table.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def events(folder: Path) -> EventAccumulator:

@@ -1,6 +1,5 @@
 """Calibration: the temperature, its intervals, sets of classes, and where they are used."""
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 import vit
 from command_line import Call
-from small_runs import small
+from small_runs import rows_of, small
 from vit.calibration import Calibration, fit_temperature, set_scores
 from vit.commands.config import ReportConfig
 from vit.commands.report import run as evaluate_run
@@ -125,8 +124,7 @@ def test_report_and_predictions_use_the_temperature(
     assert again["calibration"] == trained["calibration"]
     assert again.keys() - trained.keys() == {"sets", "unfamiliar"}
     assert "LAC coverage" in printed
-    with (tmp_path / "predictions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "predictions.csv")
     for kind in ("lac", "raps"):
         sets = [row[f"set_{kind}"].split("|") for row in rows]
         hits = [row["label"] in inside for row, inside in zip(rows, sets, strict=True)]
@@ -153,8 +151,7 @@ def test_report_and_predictions_use_the_temperature(
     best = (logits[0] / temperature).softmax(dim=0).topk(5).values.tolist()
     for found in (opened.predict(photo), opened.explain(photo).probabilities):
         assert list(found.values())[:5] == pytest.approx(best, rel=1e-5)
-    with (run / "eval/predictions.csv").open(newline="") as file:
-        row = next(csv.DictReader(file))
+    row, *_ = rows_of(run / "eval/predictions.csv")
     assert float(row["probability"]) == pytest.approx(best[0], rel=1e-5)
 
 
@@ -273,8 +270,7 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, 
     columns = []
     for photos in (tmp_path / "photos", tmp_path / "photos/3.png"):
         assert call(tmp_path, "predict", photos, "--coverage", "0.95").code == 0
-        with (tmp_path / "eval/photos.csv").open(newline="") as file:
-            columns.append(list(csv.DictReader(file)))
+        columns.append(rows_of(tmp_path / "eval/photos.csv"))
     (several, (alone,)) = columns
     shown = torch.stack([saved.preprocess.resize(tmp_path / "photos/3.png")])
     familiarity = Calibration.fit(logits, labels).familiarity(saved.logits(shown))

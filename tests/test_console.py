@@ -7,10 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import markdown as python_markdown
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,9 +16,8 @@ from PIL import Image
 
 from command_line import Call
 from models import save_untrained
-from small_runs import ROOT
+from small_runs import ROOT, draw_pictures, tiny
 from vit.commands.train import train
-from vit.config import Config
 from vit.console import note, printable, say
 from vit.reporting.tables import _columns, markdown, markdown_table, text_table
 
@@ -96,11 +93,8 @@ def test_a_cell_stays_a_cell() -> None:
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six pictures of each class, and one that cannot be read."""
-    root, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-    for number, name in enumerate(6 * CLASSES):
-        path = root / name / f"\x1b[31m{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(random.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
+    root = tmp_path_factory.mktemp("pictures")
+    draw_pictures(root, 6 * len(CLASSES), CLASSES, "\x1b[31m{}.png")
     (root / CLASSES[0] / "\x1b[2Jbad\n.png").touch()
     return root
 
@@ -116,16 +110,7 @@ def test_every_command_prints_the_names_of_others_as_text(
     pictures: Path, tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "<b>\x1b[1m\nerror: b"
-    model = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
-    settings: dict[str, Any] = {
-        "data": {
-            "name": "folder", "root": str(pictures), "image_size": 16, "val_size": 10,
-            "on_bad_image": "skip",
-        },
-        "train": {"epochs": 1, "batch_size": 8, "device": "cpu", "small_share": 0, "whiten": False},
-        "track": {"probes": 1, "milestones": 1, "live_mb": 0},
-    }  # fmt: skip
-    train(Config(**{"out": str(run), "model": model, **settings}))
+    train(tiny(run, pictures, data={"val_size": 10, "on_bad_image": "skip"}))
     trained = capsys.readouterr()
     assert any("\\x1b[2Jbad" in line for line in shown(trained.err)) and shown(trained.out)
 

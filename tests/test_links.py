@@ -3,23 +3,19 @@
 import contextlib
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from command_line import Call
+from small_runs import deadline, draw_pictures, tiny
 from vit.commands.train import train
 from vit.config import Config
 from vit.run.sharded import read_state, write_folder
 from vit.run.tracker import event_writer
 
-MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
 COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("report", "--unfamiliar", "noise", "--corruptions"),
     "maps": ("maps", "--faithfulness", "3"),
@@ -32,23 +28,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def config_of(out: Path, root: Path) -> Config:
-    settings: dict[str, Any] = {
-        "data": {"name": "folder", "root": str(root), "image_size": 16, "val_size": 6},
-        "train": {"epochs": 1, "batch_size": 8, "device": "cpu", "small_share": 0, "whiten": False},
-        "track": {"probes": 1, "milestones": 1, "live_mb": 0},
-    }
-    return Config(**{"out": str(out), "model": MODEL, **settings})
+    return tiny(out, root, data={"val_size": 6})
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty pictures of each of two classes."""
-    root, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-    for number in range(40):
-        path = root / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(random.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
-    return root
+    return draw_pictures(tmp_path_factory.mktemp("pictures"), 40)
 
 
 @pytest.fixture(scope="module")
@@ -230,12 +216,7 @@ def test_no_command_waits_for_a_pipe(
     (run / place).parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(run / place)
 
-    def late(*_: object) -> None:
-        pytest.fail("it waits for ever")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(60)
-    try:
+    with deadline(60):
         if words:
             photo = pictures / "a" / "0.png"
             ended = call(run, *(photo if word == "PHOTO" else word for word in words))
@@ -244,9 +225,6 @@ def test_no_command_waits_for_a_pipe(
         else:
             with contextlib.suppress(ValueError, OSError):
                 train(config_of(run, pictures))
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_photo_may_have_the_longest_name(

@@ -1,6 +1,5 @@
 """eval.py RUN export: timm, ONNX and torch.export give the same logits; what they cannot do."""
 
-import csv
 import io
 import json
 import re
@@ -23,6 +22,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from models import randomize, save_untrained
+from small_runs import rows_of
 from vit.calibration import Calibration
 from vit.classifier import Classifier
 from vit.commands import export
@@ -366,7 +366,7 @@ def test_programs_give_the_classes_and_probabilities_of_predict(
     files, table = save_files(tmp_path / "in"), tmp_path / "table.csv"
     words = {"photos": (str(tmp_path / "in"),), "out": str(table), "device": "cpu"}
     predict_files(str(run), PredictConfig(**words, precision="float32"))
-    rows = list(csv.DictReader(table.read_text().splitlines()))
+    rows = rows_of(table)
     assert len({row["probability"] for row in rows}) == len(rows) == len(files)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)

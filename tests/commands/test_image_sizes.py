@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import vit
-from small_runs import load, small
+from small_runs import NO_DROPOUT, load, small
 from vit.commands.config import MapsConfig
 from vit.commands.maps import run as explain_run
 from vit.commands.train import train
@@ -48,7 +48,7 @@ def test_from_training_to_every_way_to_look(channels, size, fit, augment, tmp_pa
             "name": "folder", "root": str(tmp_path / "images"), "image_size": size,
             "channels": channels, "fit": fit, "val_size": 12, "train_size": None,
         },
-        model=dict.fromkeys(("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"), 0),
+        model=NO_DROPOUT,
         augment={
             "erasing": 0, "mixup": 0, "cutmix": 0, "rand_ops": 1, "rand_magnitude": 3, **augment
         },

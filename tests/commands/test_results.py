@@ -1,6 +1,5 @@
 """Results of eval.py: which stay, where others are written, and what is said before the work."""
 
-import csv
 import json
 import shutil
 import signal
@@ -18,10 +17,9 @@ from PIL import Image
 
 import vit
 from command_line import Call
-from small_runs import ROOT, small
+from small_runs import ROOT, draw_pictures, rows_of, small, tiny
 from vit.calibration import Calibration
 from vit.commands.train import train
-from vit.config import Config
 from vit.data.severities import CORRUPTIONS
 from vit.data.stream import ImageFiles
 from vit.model_file import SavedModel, save_model
@@ -29,38 +27,16 @@ from vit.pretrained.load import load as load_model
 from vit.reporting.model_card import model_card
 from vit.run.folder import written_files
 
-MODEL = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 8, "mlp_ratio": 1.0}
-
 KINDS = ("shot_noise", "glass_blur", "fog", "jpeg")  # of each group, to be quick
-
-
-def draw(root: Path, count: int, seed: int = 0) -> Path:
-    """Write pictures of noise of two classes."""
-    random = np.random.default_rng(seed)
-    for number in range(count):
-        path = root / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
-    return root
-
-
-def config_of(base: Path, epochs: int = 1) -> Config:
-    return Config(
-        out=str(base / "run"),
-        data={"name": "folder", "root": str(base / "pictures"), "image_size": 16, "val_size": 20},
-        model=MODEL,
-        train={"epochs": epochs, "batch_size": 8, "device": "cpu", "small_share": 0,
-               "whiten": False, "precision": "bfloat16"},
-        track={"probes": 0, "milestones": 1, "live_mb": 0},
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures, and a finished run."""
     base = tmp_path_factory.mktemp("results")
-    draw(base / "pictures", 80)
-    train(config_of(base))
+    pictures = draw_pictures(base / "pictures", 80)
+    how = {"data": {"val_size": 20}, "train": {"precision": "bfloat16"}, "track": {"probes": 0}}
+    train(tiny(base / "run", pictures, **how))
     return base
 
 
@@ -83,7 +59,7 @@ def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
 ) -> None:
     run, others = base / "run", base / "others"
     shutil.copytree(trained / "pictures", others / "test")  # 80 images, most of the training
-    draw(base / "more/test", 30, seed=1)
+    draw_pictures(base / "more/test", 30, seed=1)
     (checkpoint,) = (run / "checkpoints").glob("step_*.pt")
     assert call(run, "maps", "--probes", 2, "--faithfulness", 0).code == 0
     card, before = model_card(load_model(run)), content(run)
@@ -282,7 +258,7 @@ def test_what_is_predicted_and_calibrated_is_float32_also_after_training_in_bflo
     with torch.no_grad():
         logits = classifier.model.float()(classifier.normalize(torch.stack(pixels)))
     own = {path.relative_to(trained / "pictures").as_posix(): n for n, path in enumerate(files)}
-    split = list(csv.DictReader((run / "split.csv").read_text().splitlines()))
+    split = rows_of(run / "split.csv")
     held_out = [own[row["file"]] for row in split if row["part"] == "val"]
     labels = torch.tensor(["ab".index(files[number].parent.name) for number in held_out])
     temperature = classifier.calibration.temperature
@@ -295,6 +271,5 @@ def test_what_is_predicted_and_calibrated_is_float32_also_after_training_in_bflo
         "predictions.csv": [own[row["file"]] for row in split if row["part"] == "test"],
         "photos.csv": [*range(len(files))],
     }.items():
-        with (run / "eval" / table).open() as file:
-            found = [float(row["probability"]) for row in csv.DictReader(file)]
+        found = [float(row["probability"]) for row in rows_of(run / "eval" / table)]
         assert sorted(found) == pytest.approx(sorted(expected[rows].tolist()), abs=2e-6)

@@ -1,6 +1,5 @@
 """Which file is which: names of images in tables, JSON files and records, and from Python."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import vit
-from small_runs import small
+from small_runs import rows_of, small
 from vit.commands.config import MapsConfig
 from vit.commands.maps import run as explain_run
 from vit.commands.train import train
@@ -48,11 +47,6 @@ def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts = {"data": {**data, "on_bad_image": "skip"}, "track": {"probes": 1}}
     train(small(run, **parts, train={"epochs": 1, "batch_size": 7, "accumulate": 1}))
     return run
-
-
-def rows_of(table: Path) -> list[dict[str, str]]:
-    with table.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:

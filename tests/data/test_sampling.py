@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
-from small_runs import make_step, small
+from small_runs import NO_DROPOUT, make_step, small
 from vit.data.sampling import (
     MANY_BATCHES,
     balanced_batches,
@@ -203,7 +203,7 @@ def test_loss_of_an_image_has_the_weight_of_its_class(label_smoothing):
     config = small(
         Path("unused"),
         data={"balance": "loss", "train_size": 128},
-        model=dict.fromkeys(("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"), 0),
+        model=NO_DROPOUT,
         train={"accumulate": 1, "whiten": False},
     )
     step = make_step(config)

@@ -1,6 +1,5 @@
 """Images in files: the same bits as in memory, whatever happens to the files or the workers."""
 
-import contextlib
 import multiprocessing
 import os
 import shutil
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from pickle import PicklingError
@@ -20,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from small_runs import StopAt, begin, is_alive, make_loop, small
+from small_runs import assert_same_state, begin, deadline, is_alive, make_loop, run_loop, small
 from vit.cli import user_errors
 from vit.commands.train import load_data
 from vit.config import Config
@@ -101,36 +99,11 @@ def streaming(out: Path, root: Path, **data: Any) -> Config:
 State = dict[str, Any]
 
 
-@contextlib.contextmanager
-def deadline(seconds: int = 100) -> Iterator[None]:
-    """Fail instead of hanging."""
-
-    def expire(*_: Any) -> None:
-        pytest.fail("hangs")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def run(config: Config, stop_at: int = 0) -> State:
     """Run a config, resumed if it has a checkpoint; return its state at the end."""
-    stop = StopAt(stop_at)
-    Path(config.out).mkdir(exist_ok=True)
-    loop = make_loop(config, stop=stop)
-    stop.state = loop.step.state
+    loop = run_loop(config, stop_at)
     assert isinstance(loop.training.images, torch.Tensor if config.data.memory_gb else ImageFiles)
-    loop.run()
     return loop.step.state.state_dict()
-
-
-def assert_same(one: State, other: State) -> None:
-    for part in ("model", "optimizers", "ema", "points", "step"):
-        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +123,7 @@ def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
     about = begin(Config()).environment()
     changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=0)
     assert check_run(changed, False, about) is not None  # these settings may change
-    assert_same(run(config), kept)
+    assert_same_state(run(config), kept)
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])  # 3 ends an epoch
@@ -174,7 +147,7 @@ def test_a_signal_while_a_batch_is_awaited_stops_the_run_at_once_and_loses_nothi
         with pytest.raises(Stopped):
             loop.run()
     assert checkpoint_steps(tmp_path / "run")[-1:] == [step] * (step > 0)
-    assert_same(run(config), kept)
+    assert_same_state(run(config), kept)
 
 
 def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
@@ -192,7 +165,7 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
         run(config)  # in which all were read when it began
     assert str(path) in str(info.value) and "\n" not in str(info.value)
     path.write_bytes(content)
-    assert_same(run(config), kept)
+    assert_same_state(run(config), kept)
 
 
 # Memory.
@@ -292,7 +265,7 @@ def test_a_worker_that_cannot_hand_over_its_images_ends_the_run(
 
     monkeypatch.setattr(ForkingPickler, "dumps", fail)
     images = open_images(folder(pictures, workers=2), train=True)
-    with deadline(), pytest.raises(ValueError, match=r"data.workers: a process ended with exit"):
+    with deadline(100), pytest.raises(ValueError, match=r"data.workers: a process ended with exit"):
         images.pixels()
     assert not multiprocessing.active_children()
 
@@ -339,7 +312,7 @@ def test_workers_end_with_their_process_however_it_ends(pictures: Path, end: str
 
     process = fork.Process(target=stream)
     process.start()
-    with deadline():
+    with deadline(100):
         workers = inside.recv()
         assert len(workers) == 3
         process.join()

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import PLAIN
-from small_runs import make_step, small
+from small_runs import STILL, make_step, small
 from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.sampling import epoch_batches
 from vit.model.vit import VisionTransformer
 
-STILL = {"crop_padding": 0, "flip": False, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
 DROPS = {"attn_drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.3, "drop_rate": 0.1}
 DEEP = {
     **PLAIN, **DROPS, "img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 6, "num_heads": 2,

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
-from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small, watch_updates
+from small_runs import (
+    NO_DROPOUT,
+    STILL,
+    Clock,
+    assert_same_state,
+    events,
+    make_loop,
+    make_step,
+    metrics,
+    run_loop,
+    small,
+    watch_updates,
+)
 from vit.classifier import Classifier
 from vit.commands.train import train
 from vit.config import Config
@@ -23,34 +35,12 @@ from vit.distributed.world import Diverged, Stopped, World
 from vit.evaluation import evaluate, with_statistics
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
-from vit.training.loop import Loop
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
 
 
-def run(config: Config, stop_at: int = 0) -> Loop:
-    """Run a config in its folder, resumed if it has a checkpoint; return the loop at its end."""
-    Path(config.out).mkdir(exist_ok=True)
-    stop = StopAt(stop_at)
-    loop = make_loop(config, stop=stop)
-    stop.state = loop.step.state
-    loop.tracker = Tracker(Path(config.out), loop.step.state.step)
-    try:
-        loop.run()
-    finally:
-        loop.tracker.close()
-    return loop
-
-
-def assert_same_state(one: TrainState, other: TrainState) -> None:
-    left, right = one.state_dict(), other.state_dict()
-    for part in ("model", "optimizers", "ema", "points", "step"):
-        torch.testing.assert_close(left[part], right[part], rtol=0, atol=0)
-
-
-STILL = {"crop_padding": 0, "flip": False, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
 PROBE = {"train": {"freeze": "backbone", "small_share": 0, "epochs": 2}, "augment": STILL}
 
 
@@ -67,13 +57,13 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
     tmp_path: Path, changes: dict[str, Any], steps: Sequence[int]
 ) -> None:
     """Within epochs of five steps, between them and at the end."""
-    alone = run(small(tmp_path / "alone", **{**BARE, **changes}))
+    alone = run_loop(small(tmp_path / "alone", **{**BARE, **changes})).step.state.state_dict()
     for step in steps:
         config = small(tmp_path / f"stopped_{step}", **{**BARE, **changes})
         with pytest.raises(Stopped):
-            run(config, stop_at=step)
+            run_loop(config, stop_at=step)
         assert checkpoint_steps(tmp_path / f"stopped_{step}")[-1] == step
-        assert_same_state(run(config).step.state, alone.step.state)
+        assert_same_state(run_loop(config).step.state.state_dict(), alone)
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
 
 
@@ -98,8 +88,7 @@ def test_validation_has_statistics_of_full_size(
 
 
 def test_statistics_of_images_are_those_of_torch(tmp_path: Path) -> None:
-    rates = ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
-    loop = make_loop(small(tmp_path, model=dict.fromkeys(rates, 0.0), **BARE))
+    loop = make_loop(small(tmp_path, model=NO_DROPOUT, **BARE))
     images = choose_images(loop.training, 256, 0)
     classifier = loop.classifier()
     expected = copy.deepcopy(classifier.model).train()
@@ -113,12 +102,12 @@ def test_statistics_of_images_are_those_of_torch(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_learning_rate_that_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        run(small(tmp_path, **BARE), stop_at=8)
-    run(small(tmp_path, **BARE, optim={"lr": 1e-4}))
+        run_loop(small(tmp_path, **BARE), stop_at=8)
+    run_loop(small(tmp_path, **BARE, optim={"lr": 1e-4}))
     rates = [row.get("train/lr", 0) for row in metrics(tmp_path) if row["step"] > 8]
     assert 0 < max(rates) <= 1e-4
     with pytest.raises(ValueError, match=r"train\.epochs: 1 are 5 steps"):
-        run(small(tmp_path, **{**BARE, "train": {"epochs": 1}}))
+        run_loop(small(tmp_path, **{**BARE, "train": {"epochs": 1}}))
 
 
 def test_speed_counts_training_alone_and_seconds_count_everything(
@@ -212,7 +201,7 @@ def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, range(4, 7))
-    run(small(tmp_path / "run", **BARE))
+    run_loop(small(tmp_path / "run", **BARE))
     rows = metrics(tmp_path / "run")
     losses = {row["step"]: row.get("train/loss") for row in rows if "train/lr" in row}
     assert set(losses) == {3, 5, 8, 10, 13, 15}
@@ -223,10 +212,10 @@ def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(
     spoil(monkeypatch, range(100))
     message = "^the model is not finite before training: .* at step 5,.* Check .* attention"
     with pytest.raises(Diverged, match=message):  # as none of fewer than max_skipped steps counts
-        run(small(tmp_path / "short", **{**BARE, "train": {"epochs": 1}}))
+        run_loop(small(tmp_path / "short", **{**BARE, "train": {"epochs": 1}}))
     before = message.replace("5", "3")
     with pytest.raises(Diverged, match=before):
-        run(small(tmp_path / "few", **{**BARE, "train": {"epochs": 1, "max_skipped": 3}}))
+        run_loop(small(tmp_path / "few", **{**BARE, "train": {"epochs": 1, "max_skipped": 3}}))
 
 
 def test_too_many_in_a_row_end_the_run_and_its_checkpoints_are_finite(
@@ -261,7 +250,7 @@ def test_weights_that_are_not_finite_are_not_saved(
 
     monkeypatch.setattr(TrainingStep, "update", spoilt)
     with pytest.raises(Diverged):
-        run(small(tmp_path / "run", **BARE))
+        run_loop(small(tmp_path / "run", **BARE))
     assert checkpoint_steps(tmp_path / "run") == []
 
 
@@ -302,9 +291,8 @@ def bare_step(config: Config) -> TrainingStep:
 
 
 def without_dropout(**optim: str) -> Config:
-    config = small(Path("unused"), model={"stem": "linear"}, optim={"ema_decay": None, **optim})
-    rates = {key: 0.0 for key in asdict(config.model) if key.endswith("_rate")}
-    return replace(config, model=replace(config.model, **rates))
+    model = {"stem": "linear", **NO_DROPOUT}
+    return small(Path("unused"), model=model, optim={"ema_decay": None, **optim})
 
 
 class HalfOfTheWorld(World):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from small_runs import begin, make_step, small
+from small_runs import STILL, begin, make_step, small
 from vit.classifier import Classifier, build_model
 from vit.commands.train import load_data, train
 from vit.config import Config
@@ -61,7 +61,7 @@ def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
     path, model = teacher()
     config = small(
         tmp_path / "run",
-        augment={"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
+        augment=STILL,
         optim={"teacher": path},
         train={"freeze": "backbone", "small_share": 0, "epochs": 1},
     )
