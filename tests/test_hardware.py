@@ -96,41 +96,31 @@ def test_freed_memory_is_used_again_without_faults() -> None:
     assert kept < 1000 < 10_000 < returned
 
 
-def test_limits_of_containers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = len(os.sched_getaffinity(0))
-    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
-    free = free_memory()
-    assert usable_cores() == every and 1e8 < free < 1e15
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert usable_cores() == every and free_memory() > free / 2
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "memory.max").write_text("5000000\n")
-    (tmp_path / "memory.current").write_text("3000000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 400000\n")
-    assert (usable_cores(), free_memory()) == (1, 2_400_000)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_jobs_count(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("version", "group"), [(2, ""), (2, "job"), (1, "job")])
+def test_limits_of_containers_and_jobs_count(
+    version: int, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They stand in a group around that of the process, in version 1 by controller."""
-    every, free = len(os.sched_getaffinity(0)), free_memory()
+    """They stand in the group of a process or in one around it, in version 1 by controller."""
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     monkeypatch.setattr(hardware, "OWN_GROUPS", tmp_path / "own")
-    lines = ["3:memory:/job/step", "2:cpu,cpuacct:/job/step", "1:name=systemd:/"]
-    (tmp_path / "own").write_text("\n".join(lines if version == 1 else ["0::/job/step"]))
-    jobs = [tmp_path / name / "job" for name in (("cpu", "memory") if version == 1 else ("", ""))]
-    for job in jobs:
-        (job / "step").mkdir(parents=True, exist_ok=True)
-    files = {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
-    files |= {"memory.limit_in_bytes": "5000000", "memory.usage_in_bytes": "3000000"}
-    cache = "total_inactive_file 400000"
-    if version == 2:
-        files = {"cpu.max": "50000 100000", "memory.max": "5000000", "memory.current": "3000000"}
-        cache = "inactive_file 400000"
-    assert usable_cores() == every and free_memory() > free / 2
-    for name, text in (files | {"memory.stat": f"anon 5\n{cache}\n"}).items():
-        (jobs[name.startswith("memory")] / name).write_text(text)
+    every, free = len(os.sched_getaffinity(0)), free_memory()
+    assert usable_cores() == every and 1e8 < free < 1e15
+    own = f"/{group}/step" if group else "/"
+    lines = [f"3:memory:{own}", f"2:cpu,cpuacct:{own}", "1:name=systemd:/"]
+    (tmp_path / "own").write_text("\n".join(lines if version == 1 else [f"0::{own}"]))
+    files = {"cpu.max": ("max 100000", "50000 100000"), "memory.max": ("max", "5000000")}
+    used, cache = "memory.current", "inactive_file"
+    if version == 1:
+        files = {"cpu.cfs_quota_us": ("-1", "50000"), "cpu.cfs_period_us": ("100000", "100000")}
+        files |= {"memory.limit_in_bytes": (str(2**63 - 4096), "5000000")}
+        used, cache = "memory.usage_in_bytes", "total_inactive_file"
+    files |= {used: ("0", "3000000"), "memory.stat": ("", f"anon 5\n{cache} 400000")}
+    for limited in (False, True):
+        for name, texts in files.items():
+            controller = name.partition(".")[0] if version == 1 else ""
+            path = tmp_path / controller / group / name
+            path.parent.joinpath("step").mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{texts[limited]}\n")
+        if not limited:
+            assert usable_cores() == every and free_memory() > free / 2
     assert (usable_cores(), free_memory()) == (1, 2_400_000)

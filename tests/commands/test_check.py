@@ -49,7 +49,6 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     "softmax over the batch": ("dim=-1)", "dim=0)", "rows of weights", "over the batch"),
     "no scale": (" / math.sqrt(self.d)", "", "scores are divided", "divides by √32"),
     "scale of the width": ("math.sqrt(self.d)", "math.sqrt(D)", "scores are divided", "√32"),
-    "scale without root": ("math.sqrt(self.d)", "self.d", "scores are divided", "√32"),
     "view alone": (SPLIT, ".view(B, self.num_heads, N, self.d)", "permuting", "a view alone"),
     "merged without transpose": (
         "heads.transpose(1, 2).reshape", "heads.reshape", "permuting", "a view alone"
@@ -66,9 +65,6 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "mask", "after the softmax",
     ),
     "NaN": ("-1e9", "-torch.inf", "mask", "NaN"),
-    "always dropout": (
-        "self.dropout(weights)", "F.dropout(weights, 0.5)", "evaluation is", "active in evaluation"
-    ),
     "weights after dropout": (
         "heads = self.dropout(weights) @ v", "weights = self.dropout(weights)\n"
         "        heads = weights @ v", "weights are from before dropout", "after dropout",
@@ -94,18 +90,13 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "torch.softmax(scores", "torch.softmax(self.dropout(scores)",
         "weights are from before dropout", "acts on the scores",
     ),
-    "scale of another constant": ("math.sqrt(self.d)", "4", "scores are divided", "√32"),
-    "scale of the heads": ("math.sqrt(self.d)", "self.num_heads", "scores are divided", "√32"),
-    "values are keys": (
-        "v = self.v(x)", "v = k.transpose(1, 2).reshape(B, N, D)", "all weights", "v.weight"
-    ),
     "dropout that is always on": (
-        "self.dropout(weights)", "F.dropout(weights, self.dropout.p)", "evaluation is", "active"
+        "self.dropout(weights)", "F.dropout(weights, self.dropout.p)", "evaluation is",
+        "active in evaluation",
     ),
     "rows that hide all": (
         "scores = q @ k", "q = q * math.nan\n        scores = q @ k", "evaluation is", "NaN"
     ),
-    "changed in place": ("B, N, D = x.shape", "B, N, D = x.add_(1).shape", "eval", "in place"),
     "positions": (MASK, "scores = scores + torch.arange(N)", "permuting", "place of a token"),
     "two softmaxes": (
         "torch.softmax(scores, dim=-1)", "torch.softmax(torch.softmax(scores, dim=-1), dim=-1)",

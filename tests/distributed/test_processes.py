@@ -32,22 +32,26 @@ def settings(**train: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("train", "cores", "count"),
+    ("train", "cores", "stored", "count"),
     [
-        ({}, 1, 1),
-        ({}, 3, 2),  # 128 images are no multiple of 3
-        ({}, 64, 4),  # of 32 images each
-        ({"batch_size": 63}, 2, 1),
-        ({"accumulate": 2}, 8, 2),
-        ({"freeze": "backbone"}, 2, 1),
-        ({"batch_size": 66}, 2, 2),
-        ({"processes": 8}, 2, 8),
+        ({}, 1, None, 1),
+        ({}, 3, None, 2),  # 128 images are no multiple of 3
+        ({}, 64, None, 4),  # of 32 images each
+        ({"batch_size": 63}, 2, None, 1),
+        ({"accumulate": 2}, 8, None, 2),
+        ({"freeze": "backbone"}, 2, None, 1),
+        ({"batch_size": 66}, 2, None, 2),
+        ({"processes": 8}, 2, None, 8),
+        ({}, 64, {"processes": 3}, 3),  # a run keeps its number
+        ({}, 64, {}, 1),  # of an older version
+        ({"processes": 2}, 64, {"processes": 3}, 2),
     ],
 )
 def test_a_process_for_each_core_that_has_enough_to_do(
-    train: dict[str, Any], cores: int, count: int
+    train: dict[str, Any], cores: int, stored: dict[str, Any] | None, count: int
 ) -> None:
-    assert choose_processes(settings(**train), None, cores) == count
+    began = None if stored is None else settings(**stored)
+    assert choose_processes(settings(**train), began, cores) == count
 
 
 def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
@@ -58,20 +62,10 @@ def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
     text = r"batch_size: 66 is an odd number .* 2 processes, .* a multiple of 4$"
     with pytest.raises(ValueError, match=text):
         check_processes(mixed, 2)
+    with pytest.raises(ValueError, match=r"batch_size: 12 .* 2 processes .* multiple of 8"):
+        check_processes(settings(batch_size=12, accumulate=4), 2)  # micro-batches, too
     for config, processes in ((odd, 2), (never, 2), (mixed, 1), (mixed, 3)):
         check_processes(config, processes)
-
-
-def test_a_batch_is_divided_among_processes_and_micro_batches(tmp_path: Path) -> None:
-    config = small(tmp_path, train={"batch_size": 12, "accumulate": 4})
-    with pytest.raises(ValueError, match=r"batch_size: 12 .* 2 processes .* multiple of 8"):
-        check_processes(config, 2)
-
-
-def test_a_run_keeps_its_number_of_processes() -> None:
-    assert choose_processes(settings(), settings(processes=3), 64) == 3
-    assert choose_processes(settings(), settings(), 64) == 1  # of an older version
-    assert choose_processes(settings(processes=2), settings(processes=3), 64) == 2
 
 
 def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

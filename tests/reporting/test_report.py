@@ -239,15 +239,6 @@ def test_attention_that_moves_altogether_is_all_and_never_more() -> None:
     assert moved(coarse, fine) == pytest.approx(expected.tolist())
 
 
-def test_models_of_different_data_are_not_compared(tmp_path: Path) -> None:
-    runs = [
-        save_untrained(tmp_path / name, SMALL, data={"name": name})
-        for name in ("shapes", "cifar10")
-    ]
-    with pytest.raises(ValueError, match=r"^compare: .* was trained on cifar10, not on shapes"):
-        compare_runs(str(runs[0]), CompareConfig(others=(str(runs[1]),)))
-
-
 def test_table_says_what_was_compared() -> None:
     common = {"architecture": "timm:resnet18", "parameters": 1_234_567, "steps": 4_000,
               "finished": True, "accuracy": 0.5, "accuracy_95": [0.4, 0.6],

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from vit.run.checkpoint import Checkpoint, save_checkpoint
 from vit.run.folder import LOCK_FILE, check_run, lock_run, prepare_run
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
-ALONE = {**HOW, "processes": 1}
 
 
 def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
@@ -42,52 +42,63 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
         pass
 
 
-@pytest.fixture
-def unfinished(tmp_path: Path) -> Config:
-    """A run that two processes have begun."""
-    config = Config(out=str(tmp_path / "run"))
-    prepare_run(config, resume=False)
-    weights = {"w": torch.zeros(1)}
-    checkpoint = Checkpoint(7, to_dict(config), ["a"], weights, environment=HOW)
-    save_checkpoint(tmp_path / "run", checkpoint)
+def begin(config: Config) -> Config:
+    """Leave what two processes have written that have begun a run."""
+    run, weights = prepare_run(config, resume=False), {"w": torch.zeros(1)}
+    save_checkpoint(run, Checkpoint(7, to_dict(config), ["a"], weights, environment=HOW))
     return config
 
 
-def test_changes_are_refused_unless_allowed_and_become_the_run_s_config(unfinished: Config) -> None:
-    found = check_run(unfinished, overwrite=False, environment=HOW)
-    assert found is not None and found.step == 7
-    changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
-    for config, how, words in (
-        (unfinished, ALONE, r"processes: 2 -> 1.*--resume\.allow_changes"),
-        (changed, HOW, r"optim\.lr: 0\.002 -> 0\.0001"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            check_run(config, overwrite=False, environment=how)
-        found = check_run(config, overwrite=False, environment=how, allow_changes=True)
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Config:
+    return begin(Config(out=str(tmp_path / "run")))
+
+
+def changed(config: Config, groups: dict[str, dict[str, Any]]) -> Config:
+    parts = {name: replace(getattr(config, name), **fields) for name, fields in groups.items()}
+    return replace(config, **parts)
+
+
+OTHER_RUN = [
+    ("model", "depth", 3), ("data", "val_size", 5), ("train", "batch_size", 64),
+    ("train", "seed", 1), ("train", "freeze", "backbone"), ("optim", "name", "adamw"),
+    ("optim", "layer_decay", 0.5),
+]  # fmt: skip
+MINE, EAGER = {"model": {"attention": "mine.py:A"}}, {"train": {"compile": False}}
+# What a run was begun with, what it is to go on with, where; and why it is refused.
+CHANGES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] = [
+    ({}, {}, {}, None),
+    ({}, {}, {"processes": 1}, r"processes: 2 -> 1.*--resume\.allow_changes"),
+    ({}, {"optim": {"lr": 1e-4}}, {}, r"optim\.lr: 0\.002 -> 0\.0001"),
+    # A file of attention may be named by another path, and what auto chooses by its name.
+    (MINE, {"model": {"attention": "./code/mine.py:A"}}, {}, None),
+    (MINE, {"model": {"attention": "mine.py:B"}}, {}, r"other data .*: mine\.py:A -> mine\.py:B"),
+    ({}, {"train": {"precision": "float32"}}, {}, None),
+    ({}, {}, {"precision": "torch.bfloat16"}, r"precision: torch\.float32 -> torch\.bfloat16"),
+    (EAGER, {}, {}, None),
+    (EAGER, {"train": {"compile": True}}, {}, r"train\.compile: False -> True"),
+    *(
+        ({}, {group: {key: value}}, {}, rf"unfinished run with other data .*\({group}\.{key}: ")
+        for group, key, value in OTHER_RUN
+    ),
+]
+
+
+@pytest.mark.parametrize(("began", "goes_on", "where", "words"), CHANGES)
+def test_changes_are_refused_unless_allowed_and_always_those_of_another_run(
+    began: dict[str, Any], goes_on: dict[str, Any], where: dict[str, Any], words: str | None,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    base = Config(out=str(tmp_path / "run"))
+    begin(changed(base, began))
+    resume = partial(check_run, changed(base, goes_on), False, HOW | where)
+    if words is not None:
+        for allow_changes in (False, True) if "other data" in words else (False,):
+            with pytest.raises(ValueError, match=words):
+                resume(allow_changes)
+    if words is None or "other data" not in words:
+        found = resume(words is not None)
         assert found is not None and found.step == 7
-    run = prepare_run(changed, resume=True, step=7)
-    assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 1e-4
-    assert list((run / "checkpoints").iterdir())
-
-
-def test_a_file_of_attention_may_be_named_by_another_path(tmp_path: Path) -> None:
-    first, again, other = (
-        Config(**{"out": str(tmp_path / "run"), "model": {"attention": name}})
-        for name in ("mine.py:A", "./code/mine.py:A", "mine.py:B")
-    )
-    prepare_run(first, resume=False)
-    save_checkpoint(tmp_path / "run", Checkpoint(7, to_dict(first), ["a"], {}, environment=HOW))
-    assert check_run(again, overwrite=False, environment=HOW) is not None
-    with pytest.raises(ValueError, match=r"model\.attention: mine\.py:A -> mine\.py:B"):
-        check_run(other, overwrite=False, environment=HOW)
-
-
-def test_a_precision_that_auto_chose_may_be_named(unfinished: Config) -> None:
-    """As on a machine where auto chooses another one."""
-    named = replace(unfinished, train=replace(unfinished.train, precision="float32"))
-    assert check_run(named, overwrite=False, environment=HOW) is not None
-    with pytest.raises(ValueError, match=r"precision: torch\.float32 -> torch\.bfloat16"):
-        check_run(unfinished, overwrite=False, environment={**HOW, "precision": "torch.bfloat16"})
 
 
 def test_a_run_that_was_being_replaced_can_be_started_again(
@@ -113,19 +124,10 @@ def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) ->
         "# changed after step 9: optim.clip_grad: None -> 1.0",
         f"out: {run}",
     ]
+    assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 1e-4
+    assert list((run / "checkpoints").iterdir())
     prepare_run(unfinished, resume=False)
     assert not (run / "config.yaml").read_text().startswith("#")
-
-
-def test_auto_resumes_a_run_that_is_compiled_or_not(unfinished: Config) -> None:
-    eager, compiled = (
-        replace(unfinished, train=replace(unfinished.train, compile=how)) for how in (False, True)
-    )
-    prepare_run(eager, resume=False)
-    save_checkpoint(Path(eager.out), Checkpoint(1, to_dict(eager), ["a"], {}, environment=HOW))
-    assert check_run(unfinished, overwrite=False, environment=HOW) is not None
-    with pytest.raises(ValueError, match=r"train\.compile: False -> True"):
-        check_run(compiled, overwrite=False, environment=HOW)
 
 
 def test_finished_run_is_refused(unfinished: Config) -> None:
@@ -153,24 +155,6 @@ def test_a_folder_in_which_nothing_can_be_locked_is_one_line(
     monkeypatch.setattr("filelock.FileLock.acquire", refuse)
     with pytest.raises(ValueError, match=r"cannot write to .*not permitted.*another --out"):
         lock_run(tmp_path / "run").__enter__()
-
-
-@pytest.mark.parametrize(
-    ("group", "changes"),
-    [
-        ("model", {"depth": 3}), ("data", {"val_size": 5}), ("train", {"batch_size": 64}),
-        ("train", {"seed": 1}), ("train", {"freeze": "backbone"}), ("optim", {"name": "adamw"}),
-        ("optim", {"layer_decay": 0.5}),
-    ],
-)  # fmt: skip
-def test_other_data_or_another_model_is_refused_even_if_changes_are_allowed(
-    unfinished: Config, group: str, changes: dict[str, Any]
-) -> None:
-    other = replace(unfinished, **{group: replace(getattr(unfinished, group), **changes)})
-    (key,) = changes
-    words = rf"an unfinished run with other data .*\({group}\.{key}: "
-    with pytest.raises(ValueError, match=words):
-        check_run(other, overwrite=False, environment=HOW, allow_changes=True)
 
 
 def test_a_copy_of_a_checkpoint_and_a_config_of_another_program_are_kept(
