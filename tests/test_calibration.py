@@ -180,7 +180,7 @@ def test_scores_are_those_of_the_papers() -> None:
 
 @pytest.mark.parametrize("classes", [2, 10])
 def test_lac_sets_are_those_of_mapie_with_the_most_probable_class(classes: int) -> None:
-    """MAPIE, which is not needed for development, leaves some sets empty."""
+    """MAPIE leaves some sets empty."""
     mapie = pytest.importorskip("mapie.classification")
     inputs, labels = make_classification(1200, n_informative=8, n_classes=classes, random_state=0)
     model = LogisticRegression().fit(inputs[:300], labels[:300])

@@ -169,18 +169,14 @@ def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts() -> 
     assert convolution.training
 
 
-def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def lightning_module(model: torch.nn.Module) -> Any:
+    """A module of Lightning that trains a model of shapes, and keeps the losses."""
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = timm.create_model(
-                "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24,
-                num_heads=2, num_classes=len(KINDS), proj_drop_rate=0.2,
-            )  # fmt: skip
-            self.model.blocks[0].eval()  # as a frozen part
-            self.losses: list[float] = []
+            self.model, self.losses = model, list[float]()
 
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
             loss = cross_entropy(self.model(normalized(batch[0])), batch[1])
@@ -190,9 +186,21 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
+    return Module()
+
+
+def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
     def begin() -> dict[str, Any]:
         torch.manual_seed(0)
-        return {"module": Module(), "loader": DataLoader(TensorDataset(IMAGES, LABELS), 16)}
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24,
+            num_heads=2, num_classes=len(KINDS), proj_drop_rate=0.2,
+        )  # fmt: skip
+        model.blocks[0].eval()  # as a frozen part
+        loader = DataLoader(TensorDataset(IMAGES, LABELS), 16)
+        return {"module": lightning_module(model), "loader": loader}
 
     options: dict[str, Any] = {
         "max_steps": STEPS, "accumulate_grad_batches": 2, "accelerator": "cpu",
@@ -215,28 +223,14 @@ def test_lightning_with_other_loggers(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from vit.integrations.lightning import AttentionCallback
 
-    callback = AttentionCallback(IMAGES[:2], every=1)
-    model = vit.VisionTransformer(
-        img_size=32, in_chans=3, num_classes=10, patch_size=8, embed_dim=24, depth=2, num_heads=2
-    )
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-            return cross_entropy(self.model(normalized(batch[0])), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    callback, model = AttentionCallback(IMAGES[:2], every=1), small_model()
 
     def fit(loggers: list[Any], **options: Any) -> None:
         trainer = lightning.Trainer(
             max_steps=1, accelerator="cpu", logger=loggers, callbacks=[callback],
             enable_progress_bar=False, enable_checkpointing=False, **options,
         )  # fmt: skip
-        trainer.fit(Module(), DataLoader(TensorDataset(IMAGES, LABELS), 16))
+        trainer.fit(lightning_module(model), DataLoader(TensorDataset(IMAGES, LABELS), 16))
 
     csv = lightning.loggers.CSVLogger(tmp_path / "csv")
     with pytest.raises(ValueError, match="needs a trainer with a TensorBoardLogger"):

@@ -1,5 +1,6 @@
 """Tables of image files: their splits, and mistakes in them."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,22 +80,17 @@ def test_classes_that_differ_in_case_are_named(folder, capsys):
     assert "the classes Cat and cat differ in case only" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["file", "Filename", "IMAGE"])
-@pytest.mark.parametrize("split", ["Part", "subset"])
-def test_columns_have_the_names_that_people_give_them(folder, path, split):
+def test_columns_and_separators_are_those_of_people_and_of_excel(folder):
     table = rows("abab", ["train", "train", "test", "test"])
-    usual, other = (read(write(folder, header, *table)) for header in (
-        "path,label,split", f"{path},Label,{split}"
-    ))  # fmt: skip
-    assert numbers(usual) == numbers(other) == [0, 1] and usual.fingerprint == other.fingerprint
-
-
-def test_semicolons_separate_values_as_excel_writes_them(folder):
-    table = rows("abab", ["train", "train", "test", "test"])
-    usual, *others = (read(write(folder, *(line.replace(",", mark) for line in (
-        "\ufeffpath,label,split", *table
-    )))) for mark in ",;\t")  # fmt: skip
-    for other in others:
+    usual = read(write(folder, "path,label,split", *table))
+    headers = (
+        "file,Label,Part",
+        "Filename,Label,subset",
+        "IMAGE,label,split",
+        "\ufeffpath,label,split",
+    )
+    for header, mark in itertools.product(headers, ",;\t"):
+        other = read(write(folder, *(line.replace(",", mark) for line in (header, *table))))
         assert numbers(usual) == numbers(other) == [0, 1] and usual.fingerprint == other.fingerprint
 
 

@@ -263,14 +263,6 @@ def test_defaults_are_those_of_the_config_and_load_into_timm_as_they_are():
     torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_without_classes_returns_features():
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_classes": 0}
-    model, images = VisionTransformer(**PLAIN | sizes), torch.randn(2, 3, 32, 32)
-    features = model(images)
-    model.reset_classifier(7)
-    assert features.shape == (2, model.num_features) and model(images).shape == (2, 7)
-
-
 def test_a_model_of_bfloat16_takes_images_of_another_size():
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_classes": 5}
     model, images = VisionTransformer(**PLAIN | sizes).eval(), torch.randn(1, 3, 48, 48)

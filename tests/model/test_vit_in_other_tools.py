@@ -96,8 +96,9 @@ def test_intermediate_layers_are_timms(n: Any, norm: bool) -> None:
 
 
 def test_classifier_is_reset() -> None:
-    model = build({"reg_tokens": 1}).double()
+    model = build({"reg_tokens": 1, "num_classes": 0}).double()
     features = model.forward_head(model.forward_features(IMAGES.double()), pre_logits=True)
+    assert torch.equal(model(IMAGES.double()), features)
     model.reset_classifier(7)
     assert model.num_classes == 7 and model.get_classifier() is model.head
     torch.testing.assert_close(model(IMAGES.double()), model.head(features))
@@ -112,7 +113,6 @@ def test_classifier_is_reset() -> None:
 
 
 def test_grad_cam_is_that_of_timms_model() -> None:
-    """Its package is not among those of the tests, because there is no wheel of it."""
     cam = pytest.importorskip("pytorch_grad_cam").GradCAM
     targets = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
     ours = build({"reg_tokens": 1})

@@ -160,7 +160,6 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
 # Bundled models.
 
 
-ROOT = Path(__file__).resolve().parents[2]
 CIFAR = ROOT / "data" / "cifar-10-batches-py"
 needs_cifar = pytest.mark.skipif(not CIFAR.exists(), reason="data/cifar-10-batches-py is missing")
 
