@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
@@ -40,6 +40,11 @@ def randomize(model: Model, std: float, seed: int = 0) -> Model:
             if name.endswith(("running_mean", "running_var")):
                 statistic.uniform_(0.5, 1.5, generator=generator)
     return model.eval()
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Draw normal numbers, which depend on the seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def grey_classifier() -> Classifier:

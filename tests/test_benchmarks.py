@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import tables, timing
 from benchmarks.maps import sanity, watermark
@@ -22,27 +22,14 @@ from benchmarks.maps.randomization import (
     stages,
 )
 from benchmarks.scale import speedrun
-from models import PLAIN, save_untrained
+from models import PLAIN, draw, randomize, save_untrained
 from vit.data.shapes import draw_shapes
 from vit.model.vit import VisionTransformer
 from vit.seeding import fold_in
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def draw_vit(seed: int = 0, **changes) -> VisionTransformer:
-    torch.manual_seed(seed)
-    sizes = {"img_size": 32, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
-    vit = VisionTransformer(**(PLAIN | sizes | changes))
-    for parameter in vit.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return vit.eval()
-
-
 def test_rank_correlation_is_that_of_scipy():
-    maps, others = draw(20, 4, 6).round(decimals=1), draw(20, 4, 6, seed=1)  # with ties
+    maps, others = draw(20, 4, 6).round(decimals=1).float(), draw(20, 4, 6, seed=1).float()  # ties
     pairs = zip(maps.flatten(1), others.flatten(1), strict=True)
     expected = [spearmanr(*pair).statistic for pair in pairs]
     torch.testing.assert_close(rank_correlation(maps, others), torch.tensor(expected))
@@ -50,7 +37,9 @@ def test_rank_correlation_is_that_of_scipy():
 
 
 def test_a_cascade_replaces_one_stage_after_the_other():
-    vit = draw_vit(stem="conv", reg_tokens=1, mlp_conv=True)
+    sizes = {"img_size": 32, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+    parts = {"stem": "conv", "reg_tokens": 1, "mlp_conv": True}
+    vit = randomize(VisionTransformer(**(PLAIN | sizes | parts)), 0.3)
     before = copy.deepcopy(vit.state_dict())
     weights = {name: torch.rand_like(values.float()) for name, values in before.items()}
     groups = stages(vit)
@@ -107,8 +96,8 @@ TABLES = ("weights replaced by those of an untrained model, 1 draws", "shuffled"
 SIZE = (10, 14)
 
 
-def draw_images(count: int, size: tuple[int, int] = SIZE, seed: int = 0) -> Tensor:
-    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(seed))
+def draw_images(count: int, size: tuple[int, int] = SIZE) -> Tensor:
+    return draw(count, 3, *size, dtype=torch.float32)
 
 
 def draw_hidden(fractions: list[float], size: tuple[int, int] = SIZE, seed: int = 1) -> Tensor:

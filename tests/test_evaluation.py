@@ -30,7 +30,7 @@ from torchmetrics.functional.classification import (
     multiclass_recall,
 )
 
-from models import PLAIN, save_untrained
+from models import PLAIN, randomize, save_untrained
 from vit.classifier import Classifier
 from vit.commands.config import EvalDataConfig
 from vit.data.config import DataConfig
@@ -142,13 +142,9 @@ def test_intervals_of_means_over_classes_agree_with_the_jackknife() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> VisionTransformer:
-    torch.manual_seed(0)
     # The batch norm of the convolutional stem shows whether images see each other.
     sizes = {"img_size": 8, "num_classes": 10, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    vit = VisionTransformer(**(PLAIN | sizes | {"stem": "conv"}))
-    for parameter in vit.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return vit.eval()
+    return randomize(VisionTransformer(**(PLAIN | sizes | {"stem": "conv"})), 0.3)
 
 
 @pytest.fixture(scope="module")

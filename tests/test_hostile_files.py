@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_untrained(folder, tiny, calibration=calibration) / "model.safetensors"
 
 
+def write_sealed(path: Path, content: Any) -> Path:
+    """Write a checkpoint with any content and a digest that is right."""
+    torch.save(content, buffer := io.BytesIO())
+    path.write_bytes(seal(buffer.getvalue()))
+    return path
+
+
 def metadata_of(path: Path) -> dict[str, Any]:
     with safetensors.safe_open(path, "pt") as file:
         content: dict[str, Any] = json.loads(file.metadata()[METADATA_KEY])
@@ -167,19 +175,44 @@ def test_every_field_of_a_model_file(model: Path, tmp_path: Path) -> None:
             load_model(path)
 
 
-def test_a_file_claims_no_more_than_its_weights(model: Path, tmp_path: Path) -> None:
-    about, weights = metadata_of(model), safetensors.torch.load_file(model)
-    claims: list[dict[str, Any]] = [
-        {"embed_dim": 10_000, "depth": 1000, "num_heads": 1},
-        {"name": "timm:vit_tiny_patch16_224", "timm_args": {"depth": 1_000_000}},
-        {"name": "timm:vit_tiny_patch16_224", "timm_args": {"embed_dim": 999_999}},
-        {"name": "timm:resnet18", "timm_args": {"layers": [10**6, 1, 1, 1]}},
-    ]
-    for claim in claims:
-        changed = {**about, "config": {"data": {"name": "shapes"}, "model": claim}}
-        path = write_model(tmp_path / "model.safetensors", json.dumps(changed), weights)
-        with pytest.raises(ValueError, match=r"model\.safetensors: the weights do not fit"):
-            load_model(path)
+def config_of(**model: Any) -> dict[str, Any]:
+    return {"data": {"name": "shapes"}, "model": model}
+
+
+def timm_config(name: str, **arguments: Any) -> dict[str, Any]:
+    return config_of(name=f"timm:{name}", timm_args=arguments)
+
+
+UNFIT, PIXELS = "the weights do not fit", {"image_size": [32, 32], "mean": [0.5], "std": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "words"),
+    [
+        (
+            "config",
+            {"data": {"name": "shapes"}, "model": {"embed_dim": 10_000, "depth": 1000}},
+            UNFIT,
+        ),
+        ("config", timm_config("vit_tiny_patch16_224", depth=1_000_000), UNFIT),
+        ("config", timm_config("vit_tiny_patch16_224", embed_dim=999_999), UNFIT),
+        ("config", timm_config("resnet18", layers=[10**6, 1, 1, 1]), UNFIT),
+        ("config", timm_config("vit_tiny_patch16_224", depth=3 * 10**9), "timm_args"),
+        ("config", timm_config("convnext_atto", depths=[3 * 10**9]), "timm_args"),
+        ("preprocess", PIXELS | {"crop_pct": 1e-4}, "crop_pct"),
+        ("preprocess", PIXELS | {"image_size": [20000, 20001]}, "image_size"),
+        ("preprocess", PIXELS | {"std": [1e-300]}, "std"),
+    ],
+)
+def test_numbers_that_would_fill_the_memory(
+    part: str, values: dict[str, Any], words: str, model: Path, tmp_path: Path
+) -> None:
+    """Such as a model that is larger than the weights in its file."""
+    about = {**metadata_of(model), part: values}
+    path = tmp_path / "model.safetensors"
+    write_model(path, json.dumps(about), safetensors.torch.load_file(model))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{words}"):
+        load_model(path)
 
 
 def checkpoint_of(model: Path) -> Checkpoint:
@@ -199,11 +232,7 @@ def test_every_field_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
     content["config"] = {"data": {"name": "shapes"}, "model": content["config"]["model"]}
     content["model"] = {key: content["model"][key] for key in list(content["model"])[:2]}
 
-    def write(variant: Any) -> Path:
-        torch.save(variant, buffer := io.BytesIO())
-        path.write_bytes(seal(buffer.getvalue()))
-        return path
-
+    write = partial(write_sealed, path)
     refused = outcomes(content, write, lambda: read_checkpoint(path), free=("folder",))
     for field in ("config", "classes", "model", "ema", "environment", "preprocess", "step"):
         assert {f"{field}: list", f"{field}: escape"} <= refused.keys()
@@ -300,29 +329,6 @@ def test_every_field_of_a_report_that_is_read_again(model: Path) -> None:
     outcomes(content, write, lambda: model_card(saved), free=("new field",))
 
 
-@pytest.mark.parametrize(
-    ("part", "values", "words"),
-    [
-        ("config", {"data": {"name": "shapes"}, "model": {
-            "name": "timm:vit_tiny_patch16_224", "timm_args": {"depth": 3 * 10**9}}}, "timm_args"),
-        ("config", {"data": {"name": "shapes"}, "model": {
-            "name": "timm:convnext_atto", "timm_args": {"depths": [3 * 10**9]}}}, "timm_args"),
-        ("preprocess", {"image_size": [32, 32], "mean": [0.5], "std": [0.5], "crop_pct": 1e-4},
-         "crop_pct"),
-        ("preprocess", {"image_size": [20000, 20001], "mean": [0.5], "std": [0.5]}, "image_size"),
-        ("preprocess", {"image_size": [32, 32], "mean": [0.5], "std": [1e-300]}, "std"),
-    ],
-)  # fmt: skip
-def test_numbers_that_would_fill_the_memory(
-    part: str, values: dict[str, Any], words: str, model: Path, tmp_path: Path
-) -> None:
-    about = {**metadata_of(model), part: values}
-    path = tmp_path / "model.safetensors"
-    write_model(path, json.dumps(about), safetensors.torch.load_file(model))
-    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{words}"):
-        load_model(path)
-
-
 def test_weights_that_are_not_finite_real_numbers(model: Path, tmp_path: Path) -> None:
     about, weights = metadata_of(model), safetensors.torch.load_file(model)
     for value in (math.nan, -math.inf, 1j):
@@ -340,8 +346,7 @@ def test_a_long_run_and_an_endless_epoch(model: Path, tmp_path: Path) -> None:
     assert read_checkpoint(path).seconds == 3e6
     content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
     content["points"] = torch.zeros(1).expand(10**7, 2)  # of 4 bytes in the file
-    torch.save(content, buffer := io.BytesIO())
-    path.write_bytes(seal(buffer.getvalue()))
+    write_sealed(path, content)
     with pytest.raises(ValueError, match="points: these are not pairs of numbers"):
         read_checkpoint(path)
 
@@ -354,8 +359,7 @@ def test_the_state_of_an_optimizer_of_another_form(tmp_path: Path) -> None:
     content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
 
     def write(optimizers: Any) -> None:
-        torch.save({**content, "optimizers": optimizers}, buffer := io.BytesIO())
-        path.write_bytes(seal(buffer.getvalue()))
+        write_sealed(path, {**content, "optimizers": optimizers})
 
     good = content["optimizers"]
     group = {k: v for k, v in good[0]["param_groups"][0].items() if k != "lr"}

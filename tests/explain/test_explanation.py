@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import vit
-from models import PLAIN
+from models import PLAIN, randomize
 from vit.classifier import Classifier
 from vit.colours import colour_map
 from vit.data.config import DataConfig
@@ -28,14 +28,10 @@ def draw_photo(height: int, width: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def classifier() -> Classifier:
-    torch.manual_seed(0)
-    model = VisionTransformer(
-        **PLAIN, img_size=32, num_classes=7, embed_dim=24, depth=2, num_heads=2
-    )
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    sizes = {"img_size": 32, "num_classes": 7, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    model = randomize(VisionTransformer(**PLAIN | sizes), 0.2)
     preprocess = Preprocess.from_config(DataConfig(name="cifar10"))
-    return Classifier(model.eval(), preprocess, CLASSES, torch.device("cpu"), torch.float32)
+    return Classifier(model, preprocess, CLASSES, torch.device("cpu"), torch.float32)
 
 
 # Predictions.

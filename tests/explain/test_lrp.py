@@ -21,7 +21,7 @@ from zennit.composites import LayerMapComposite
 from zennit.rules import Pass, ZPlus
 from zennit.types import Activation, Convolution
 
-from models import PLAIN
+from models import PLAIN, draw, randomize
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
 from vit.explain.maps import attention_maps, layout_of
 from vit.explain.rollout import attention_rollout
@@ -41,17 +41,8 @@ OURS = {"stem": "conv", "mlp_conv": True, "class_token": False, "global_pool": "
 
 
 def draw_vit(variant: dict) -> VisionTransformer:
-    torch.manual_seed(0)
     sizes = {"img_size": (8, 12), "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
-    vit = VisionTransformer(**(PLAIN | sizes | variant)).double().eval()
-    for parameter in vit.parameters():
-        nn.init.normal_(parameter, std=0.6)
-    return vit
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return randomize(VisionTransformer(**(PLAIN | sizes | variant)).double(), 0.6)
 
 
 def classify_tokens(vit: Any, images: Tensor):
@@ -266,11 +257,7 @@ def draw_timm(variant: str) -> Any:
         "model_name": "vit_tiny_patch16_224", "img_size": (8, 12), "patch_size": 4, "embed_dim": 24,
         "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 5,
     }  # fmt: skip
-    torch.manual_seed(0)
-    model = timm.create_model(**(settings | TIMMS[variant])).double().eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model
+    return randomize(timm.create_model(**(settings | TIMMS[variant])).double(), 0.3)
 
 
 @pytest.mark.parametrize("variant", TIMMS)

@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from models import PLAIN
+from models import PLAIN, randomize
 from vit.explain.interventions import logit_lens
 from vit.explain.maps import attention_maps
 from vit.explain.references import integrated_gradients, occlusion, rise, to_patches
@@ -22,11 +22,8 @@ GRID = (2, 3)  # of patches of 4 pixels
 
 @pytest.fixture(scope="module")
 def model() -> VisionTransformer:
-    torch.manual_seed(0)
-    vit = VisionTransformer(**(PLAIN | {"img_size": (8, 12), "embed_dim": 12, "num_classes": 5}))
-    for parameter in vit.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return vit.eval()
+    sizes = {"img_size": (8, 12), "embed_dim": 12, "num_classes": 5}
+    return randomize(VisionTransformer(**(PLAIN | sizes)), 0.4)
 
 
 @pytest.fixture(scope="module")

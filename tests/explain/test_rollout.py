@@ -12,7 +12,7 @@ from scipy.stats import entropy
 from torch import Tensor
 from torch.testing import assert_close
 
-from models import PLAIN
+from models import PLAIN, randomize
 from vit.explain import statistics
 from vit.explain.kinds import ALL_KINDS, RolloutOptions
 from vit.explain.maps import MAP_KINDS, attention_maps, layout_of
@@ -157,12 +157,8 @@ MIXED = MODELS["mean beside class token"]
 
 
 def draw_vit(variant: dict, std: float = 0.5) -> VisionTransformer:
-    torch.manual_seed(0)
     sizes = {"img_size": 16, "embed_dim": 12, "depth": 3, "num_classes": 5}
-    vit = VisionTransformer(**(PLAIN | sizes | variant))
-    for parameter in vit.parameters():
-        torch.nn.init.normal_(parameter, std=std)
-    return vit.eval()
+    return randomize(VisionTransformer(**(PLAIN | sizes | variant)), std)
 
 
 def draw_images(count: int = 3, size: tuple[int, int] = (16, 16)) -> Tensor:

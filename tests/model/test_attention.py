@@ -11,7 +11,7 @@ from timm.layers import Attention as TimmAttention
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from models import randomize
+from models import draw, randomize
 from vit.model.attention import (
     MultiHeadSelfAttention,
     causal_mask,
@@ -66,9 +66,8 @@ def draw_attention(dim: int, num_heads: int, *args, **kwargs) -> MultiHeadSelfAt
     return randomize(MultiHeadSelfAttention(dim, num_heads, *args, **kwargs).double(), 0.5)
 
 
-def draw_tokens(batch: int = 3, tokens: int = 5, dim: int = 12) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(batch, tokens, dim, generator=generator, dtype=torch.float64)
+def draw_tokens() -> Tensor:
+    return draw(3, 5, 12, seed=3)
 
 
 # --- scaled_dot_product_attention ---
@@ -164,13 +163,8 @@ def test_masks_as_people_write_them_are_those_of_torch_and_notebooks(kind):
         x = torch.randn(3, 5, 192, generator=torch.Generator().manual_seed(0))
     causal, padding = causal_mask(5), padding_mask(torch.tensor([1, 3, 5]), 5)
     for allowed in (
-        causal,
-        causal[None, None],
-        padding,
-        padding[:, None],
-        padding[0],
-        padding[0, 0],
-    ):
+        causal, causal[None, None], padding, padding[:, None], padding[0], padding[0, 0],
+    ):  # fmt: skip
         expected = module(x, (allowed if allowed.ndim < 4 else allowed[:, 0]).expand(3, 5, 5))
         added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
         lowest = torch.finfo(torch.float32).min
@@ -209,13 +203,9 @@ def test_a_mask_may_differ_between_heads_and_is_that_of_torchs_module():
 def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm):
     ours = draw_attention(12, num_heads, head_dim, qkv_bias, qk_norm)
     theirs = TimmAttention(
-        12,
-        num_heads,
-        attn_head_dim=head_dim,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        12, num_heads, attn_head_dim=head_dim, qkv_bias=qkv_bias, qk_norm=qk_norm,
         norm_layer=partial(nn.LayerNorm, eps=1e-6),
-    ).double()
+    ).double()  # fmt: skip
     theirs.load_state_dict(ours.state_dict(), strict=True)
     x = draw_tokens()
     timm_mask = None if mask is None else mask.expand(3, 5, 5)[:, None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from models import randomize
+from models import draw, randomize
 from vit.model.dropout import (
     Dropout,
     StochasticDepth,
@@ -33,8 +33,7 @@ def build(**settings: Any) -> VisionTransformer:
 
 
 def draw_images(count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, 16, 16, generator=generator, dtype=torch.float64)
+    return draw(count, 3, 16, 16, seed=1)
 
 
 def run(model: torch.nn.Module, images: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from timm.layers import RotaryEmbeddingCat, apply_rot_embed_cat
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
-from models import PLAIN, randomize
+from models import PLAIN, draw, randomize
 from vit.model.attention import MultiHeadSelfAttention
 from vit.model.config import UNFIT, ModelConfig
 from vit.model.positions import REACH, BiasPositions, RotaryPositions
@@ -24,10 +24,6 @@ SMALL = PLAIN | {"img_size": 8, "patch_size": 4, "num_classes": 10, "embed_dim":
 GRIDS = pytest.mark.parametrize("grid", [(3, 5), (6, 2)])
 PREFIXES = pytest.mark.parametrize("prefix", [0, 1, 3])
 KINDS = pytest.mark.parametrize("kind", ["bias", "rope", "relative"])
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_bias_of_another_grid_depends_on_the_offset_in_patches() -> None:

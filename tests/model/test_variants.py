@@ -23,7 +23,7 @@ from timm.layers.diff_attention import DiffAttention
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from models import PLAIN, randomize
+from models import PLAIN, draw, randomize
 from small_runs import UNIFORM, small
 from vit.classifier import Classifier
 from vit.cli import eval_main, train_main
@@ -73,10 +73,6 @@ SMALL = PLAIN | {
     "img_size": 32, "num_classes": 10, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3
 }  # fmt: skip
 POOLED = {"class_token": False, "global_pool": "avg"}
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def attend(name: str, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor):

@@ -12,21 +12,16 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from models import PLAIN, randomize
+from models import PLAIN, draw, randomize
 from vit.model.attention import causal_mask
 from vit.model.config import NOT_OF_VIT, ModelConfig
 from vit.model.encoder import NeighbourConv
 from vit.model.vit import VisionTransformer
 
 TINY = {
-    "img_size": 16,
-    "patch_size": 4,
-    "num_classes": 7,
-    "embed_dim": 12,
-    "depth": 3,
-    "num_heads": 3,
+    "img_size": 16, "patch_size": 4, "num_classes": 7, "embed_dim": 12, "depth": 3, "num_heads": 3,
     "mlp_ratio": 2.0,
-}
+}  # fmt: skip
 AVG = {"class_token": False, "global_pool": "avg"}
 
 # What timm's model can do too.
@@ -74,8 +69,7 @@ def timm_twin(model: VisionTransformer, **kwargs) -> TimmVisionTransformer:
 
 
 def draw_images(batch: int = 3, channels: int = 3, size: tuple[int, int] = (16, 16)) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, channels, *size, generator=generator, dtype=torch.float64)
+    return draw(batch, channels, *size, seed=1)
 
 
 # --- against timm ---

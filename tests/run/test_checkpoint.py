@@ -63,11 +63,9 @@ def test_model_comes_back_whole_from_its_file_alone(config: Config, tmp_path: Pa
         saved = load_model(path, "cpu", "float32")
         assert (saved.config, saved.step, saved.run) == (config, 7, tmp_path)
         assert saved.finished and saved.name == tmp_path.name
-        same = saved
-        assert (same.classes, same.preprocess) == (CLASSES, PREPROCESS)
-        assert not same.model.training
+        assert (saved.classes, saved.preprocess) == (CLASSES, PREPROCESS)
         images = torch.randn(2, 3, 32, 32)
-        assert torch.equal(same.model(images), classifier.model(images))
+        assert torch.equal(saved.model(images), classifier.model(images))
 
 
 def test_average_of_a_checkpoint_is_preferred(config: Config, tmp_path: Path) -> None:
