@@ -189,11 +189,7 @@ UNFIT, PIXELS = "the weights do not fit", {"image_size": [32, 32], "mean": [0.5]
 @pytest.mark.parametrize(
     ("part", "values", "words"),
     [
-        (
-            "config",
-            {"data": {"name": "shapes"}, "model": {"embed_dim": 10_000, "depth": 1000}},
-            UNFIT,
-        ),
+        ("config", config_of(embed_dim=10_000, depth=1000, num_heads=1), UNFIT),
         ("config", timm_config("vit_tiny_patch16_224", depth=1_000_000), UNFIT),
         ("config", timm_config("vit_tiny_patch16_224", embed_dim=999_999), UNFIT),
         ("config", timm_config("resnet18", layers=[10**6, 1, 1, 1]), UNFIT),

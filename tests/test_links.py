@@ -4,15 +4,20 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from command_line import Call
 from small_runs import deadline, draw_pictures, tiny
+from vit.commands import export
 from vit.commands.train import train
 from vit.config import Config
+from vit.data.severities import CORRUPTIONS
+from vit.model_file import SavedModel
 from vit.run.sharded import read_state, write_folder
 from vit.run.tracker import event_writer
 
@@ -29,6 +34,23 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 def config_of(out: Path, root: Path) -> Config:
     return tiny(out, root, data={"val_size": 6})
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes seconds and writes into no run: a corruption of each group will do.
+
+    Exports are written into a temporary folder first; the graph of the live model is never run.
+    """
+    few = {kind: CORRUPTIONS[kind] for kind in ("shot_noise", "zoom_blur", "fog", "jpeg")}
+    monkeypatch.setattr("vit.reporting.corruptions.CORRUPTIONS", few)
+    monkeypatch.setattr("vit.reporting.live.graph_of", lambda classifier: b"graph")
+    write = export._export
+
+    def write_quickly(saved: SavedModel, name: str, draft: Path) -> str:
+        return f"{draft.write_bytes(b'')}" if name == "torch" else write(saved, name, draft)
+
+    monkeypatch.setattr(export, "_export", write_quickly)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +93,20 @@ def plant(path: Path, target: Path) -> None:
     path.symlink_to(target)
 
 
-def check(run: Path, home: Path, fresh: Callable[[], None], work: Callable[[], str]) -> None:
+def check(run: Path, home: Path, fresh: Callable[[], Any], work: Callable[[], str]) -> None:
     """Let work run into links at every place where it writes, and look at what they lead to."""
-    fresh()
+
+    def renew() -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        fresh()
+
+    renew()
     files, folders = written(run, work)
     assert files
     # As if the command had written them before; names of event files are random.
     mine = {path: path.read_bytes() for path in files if "tfevents" not in path.name}
     for dangling in (False, True):
-        fresh()
+        renew()
         home.mkdir()
         for number, (path, data) in enumerate(mine.items()):
             # Earlier versions wrote to .NAME.tmp first.
@@ -93,7 +120,7 @@ def check(run: Path, home: Path, fresh: Callable[[], None], work: Callable[[], s
         assert content(home) == before
         shutil.rmtree(home)
     for folder in folders:
-        fresh()
+        renew()
         home.mkdir()
         for path, data in mine.items():
             if path.parent == folder:
@@ -105,22 +132,19 @@ def check(run: Path, home: Path, fresh: Callable[[], None], work: Callable[[], s
         shutil.rmtree(home)
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_writes_through_no_link(
     name: str, stored: Path, pictures: Path, tmp_path: Path, call: Call
 ) -> None:
     run, words = tmp_path / "run", {"PHOTO": pictures / "a" / "0.png", "OTHER": stored}
 
-    def fresh() -> None:
-        shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(stored, run, symlinks=True)
-
     def work() -> str:
         ended = call(run, *(words.get(word, word) for word in COMMANDS[name]))
         assert ended.code == 0 or (ended.code == 2 and ended.error.startswith("error: out: "))
         return ended.error
 
-    check(run, tmp_path / "home", fresh, work)
+    check(run, tmp_path / "home", partial(shutil.copytree, stored, run, symlinks=True), work)
 
 
 @pytest.mark.parametrize("how", ["overwrite", "resume"])
@@ -130,7 +154,6 @@ def test_training_writes_through_no_link(
     run = tmp_path / "run"
 
     def fresh() -> None:
-        shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(stored, run, symlinks=True)
         if how == "resume":
             (run / "model.safetensors").unlink()
@@ -203,6 +226,7 @@ PIPES = {
 }
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("place", PIPES)
 def test_no_command_waits_for_a_pipe(
     place: str, stored: Path, pictures: Path, tmp_path: Path, call: Call

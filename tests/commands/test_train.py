@@ -377,17 +377,6 @@ def test_what_torch_is_asked_and_how_its_errors_are_explained(
         assert seen == [deterministic]
 
 
-def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("precious")
-    (tmp_path / "config.yaml").write_text("lr: 1\n")  # somebody else's
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="contains files other than a run"):
-            train(small(tmp_path), overwrite=overwrite)
-    with pytest.raises(ValueError, match="is a file"):
-        train(small(tmp_path / "thesis.tex"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "thesis.tex"]
-
-
 def test_stem_starts_from_the_training_images_and_batch_norm_soon_forgets(tmp_path: Path) -> None:
     for epochs, momentum in ((4, 0.5), (30, 0.1)):
         config = small(tmp_path / "run", train={"epochs": epochs})

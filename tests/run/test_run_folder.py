@@ -1,4 +1,4 @@
-"""The run folder belongs to one process at a time; see test_train.py for refusals."""
+"""The folder of a run: whose it is, and whether a run in it starts, goes on or is refused."""
 
 import os
 import re
@@ -12,6 +12,8 @@ import pytest
 import torch
 import yaml
 
+from small_runs import small
+from vit.commands.train import train
 from vit.config import Config, to_dict
 from vit.run.checkpoint import Checkpoint, save_checkpoint
 from vit.run.folder import LOCK_FILE, check_run, lock_run, prepare_run
@@ -157,15 +159,22 @@ def test_a_folder_in_which_nothing_can_be_locked_is_one_line(
         lock_run(tmp_path / "run").__enter__()
 
 
-def test_a_copy_of_a_checkpoint_and_a_config_of_another_program_are_kept(
-    unfinished: Config, tmp_path: Path
-) -> None:
+def test_a_copy_of_a_checkpoint_is_kept(unfinished: Config) -> None:
     run, copy = Path(unfinished.out), Path(unfinished.out) / "checkpoints/step_00000007_best.pt"
     shutil.copy(next(run.glob("checkpoints/*.pt")), copy)
     prepare_run(unfinished, resume=False)
     assert [*run.glob("checkpoints/*")] == [copy]
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.yaml").write_text("out: x\ndata: {}\nmodel: {}\noptim: {}\ntrain: {}\n")
-    with pytest.raises(ValueError, match="files other than a run"):
-        check_run(replace(unfinished, out=str(other)), overwrite=True, environment=HOW)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("text", ["lr: 1", "out: x\ndata: {}\nmodel: {}\noptim: {}\ntrain: {}"])
+def test_a_folder_of_another_program_is_refused_and_left_alone(
+    tmp_path: Path, text: str, overwrite: bool
+) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match="contains files other than a run"):
+        train(small(tmp_path), overwrite=overwrite)
+    with pytest.raises(ValueError, match="is a file"):
+        train(small(tmp_path / "thesis.tex"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "thesis.tex"]
