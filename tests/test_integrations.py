@@ -1,11 +1,9 @@
 """Callbacks for other training loops, in short trainings with the packages themselves."""
 
-import importlib
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.tensorboard import SummaryWriter
 
 import vit
 from vit.data.shapes import KINDS, draw_shapes
@@ -72,60 +70,36 @@ def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys: Any) -> 
     assert "the attention of step 3 is not logged: weights: rows" in capsys.readouterr().err
 
 
-def test_processes_that_share_weights_all_read_them_and_one_writes() -> None:
-    read: list[int] = []
-    log = AttentionLog(IMAGES[:2], 3)
-    log.add(None, torch.nn.Linear(2, 2), 3, lambda *_: read.append(1) or {})
-    assert read == [1]
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules in place of the packages, with the classes that the callbacks inherit from."""
-    for name, classes in {
-        "lightning": (), "lightning.pytorch": ("Callback",),
-        "lightning.pytorch.loggers": ("TensorBoardLogger",), "transformers": ("TrainerCallback",),
-    }.items():  # fmt: skip
-        module = ModuleType(name)
-        for each in classes:
-            setattr(module, each, type(each, (), {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    callbacks = [f"vit.integrations.{name}" for name in ("lightning", "transformers")]
-    for name in callbacks:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield
-    for name in callbacks:
-        sys.modules.pop(name, None)
-
-
 def small_model(seed: int = 0, **changes: Any) -> vit.VisionTransformer:
     torch.manual_seed(seed)
     options = {"img_size": 32, "num_classes": 10, "patch_size": 8, "embed_dim": 24, "depth": 2}
     return vit.VisionTransformer(**options | {"in_chans": 3, "num_heads": 2} | changes)
 
 
-@pytest.mark.usefixtures("stand_ins")
 def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) -> None:
     """Beside a frozen teacher, which comes first, and an average of the weights."""
-    lightning = importlib.import_module("vit.integrations.lightning")
+    loggers = pytest.importorskip("lightning.pytorch.loggers")
+    from vit.integrations.lightning import AttentionCallback
+
     module = torch.nn.Module()
     module.teacher, module.student = small_model(1).requires_grad_(False), small_model(2)
 
-    def log(**options: Any) -> Tensor:
-        run = tmp_path / str(len([*tmp_path.iterdir()]))
-        logger = sys.modules["lightning.pytorch.loggers"].TensorBoardLogger()
-        logger.experiment = SummaryWriter(str(run))
+    def log(is_first: bool = True, **options: Any) -> Tensor:
+        """Return the probabilities that the first of several processes, or another, has logged."""
+        logger = loggers.TensorBoardLogger(tmp_path, name=f"run_{len([*tmp_path.iterdir()])}")
         trainer = SimpleNamespace(
-            fast_dev_run=False, loggers=[logger], is_global_zero=True, global_step=3
+            fast_dev_run=False, loggers=[logger], is_global_zero=is_first, global_step=3
         )
-        callback = lightning.AttentionCallback(IMAGES[:2], every=3, **options)
+        callback, reads = AttentionCallback(IMAGES[:2], every=3, **options), list[int]()
         callback.on_train_start(trainer, module)
-        callback.on_train_batch_end(trainer, module)
+        with register_module_forward_hook(lambda *_: reads.append(1)):
+            callback.on_train_batch_end(trainer, module)
         logger.experiment.close()
-        events = EventAccumulator(str(run), size_guidance={"tensors": 0}).Reload()
-        (event,) = events.Tensors("attention_00")
-        top = decode_details(event.tensor_proto.string_val[0]).top
-        return torch.tensor([probability for _, probability in top])
+        events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0}).Reload()
+        tags = [tag for tag in events.Tags()["tensors"] if tag == "attention_00"]
+        details = [events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in tags]
+        assert reads  # by all processes, which may share the weights
+        return torch.tensor([share for one in details for _, share in decode_details(one).top])
 
     def top(model: torch.nn.Module) -> Tensor:
         pixels = (IMAGES[:1] / 255 - 0.5) / 0.5
@@ -135,19 +109,7 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) 
     module.average = torch.optim.swa_utils.AveragedModel(small_model(3))
     with pytest.raises(ValueError, match=r"student, average.module are all trained; choose .*stud"):
         log()
-    reads: list[int] = []
-    hook = module.average.module.blocks[0].register_forward_hook(lambda *_: reads.append(1))
-    trainer = SimpleNamespace(
-        fast_dev_run=False, loggers=[sys.modules["lightning.pytorch.loggers"].TensorBoardLogger()],
-        is_global_zero=False, global_step=3,
-    )  # fmt: skip
-    trainer.loggers[0].experiment = None  # of a process that does not write
-    callback = lightning.AttentionCallback(IMAGES[:2], every=3, model=module.average.module)
-    callback.on_train_start(trainer, module)
-    at_start = len(reads)
-    callback.on_train_batch_end(trainer, module)
-    hook.remove()
-    assert len(reads) > at_start > 0
+    assert not log(is_first=False, model=module.average.module).numel()
     named = log(model=module.average.module)
     torch.testing.assert_close(named, top(module.average.module), atol=1e-4, rtol=0)
     module.requires_grad_(False)
@@ -155,14 +117,14 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) 
     torch.testing.assert_close(log(), top(module.student), atol=1e-4, rtol=0)
 
 
-@pytest.mark.usefixtures("stand_ins")
 def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts() -> None:
-    convolution = torch.nn.Conv2d(3, 3, 3)
-    lightning = importlib.import_module("vit.integrations.lightning")
-    trainer = SimpleNamespace(fast_dev_run=True, loggers=[])
+    pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("transformers", minversion="5.0")
+    from vit.integrations import lightning, transformers
+
+    convolution, trainer = torch.nn.Conv2d(3, 3, 3), SimpleNamespace(fast_dev_run=True, loggers=[])
     with pytest.raises(ValueError, match=r"^Conv2d cannot be logged: attention maps are not avail"):
         lightning.AttentionCallback(IMAGES[:1]).on_train_start(trainer, convolution)
-    transformers = importlib.import_module("vit.integrations.transformers")
     callback = transformers.AttentionCallback(None, IMAGES[:1])
     with pytest.raises(ValueError, match=r"^Conv2d cannot be logged: .* no attribute 'config'"):
         callback.on_train_begin(None, None, None, model=convolution)
