@@ -104,8 +104,7 @@ def make_record(
         read = softmax(rng.normal(size=(layers, 1 + tokens, len(classes))))
         best = np.argsort(-read, axis=-1)[..., :3]
         lens = Lens(
-            classes=best.tolist(),
-            probabilities=np.take_along_axis(read, best, axis=-1).tolist(),
+            classes=best.tolist(), probabilities=np.take_along_axis(read, best, axis=-1).tolist()
         )
     relevance = (patches * softmax(rng.normal(size=patches))).tolist()
     signed = (2 * rng.normal(size=patches)).tolist()

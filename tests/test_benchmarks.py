@@ -16,11 +16,7 @@ from torch import Tensor
 from benchmarks import tables, timing
 from benchmarks.maps import sanity, watermark
 from benchmarks.maps.filling import FILLINGS, blurred, derangement, impute, make_filling
-from benchmarks.maps.randomization import (
-    cascade,
-    rank_correlation,
-    stages,
-)
+from benchmarks.maps.randomization import cascade, rank_correlation, stages
 from benchmarks.scale import speedrun
 from models import PLAIN, draw, randomize, save_untrained
 from vit.data.shapes import draw_shapes

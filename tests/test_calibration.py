@@ -28,11 +28,7 @@ from vit.data.images import ImageSet
 from vit.evaluation import intervals
 from vit.model_file import save_model
 from vit.pretrained.load import load as load_model
-from vit.reporting.calibration import (
-    make_sets,
-    measure_sets,
-    sets_table,
-)
+from vit.reporting.calibration import make_sets, measure_sets, sets_table
 from vit.reporting.loading import load_test
 from vit.reporting.unfamiliar import load_unfamiliar
 
@@ -284,11 +280,7 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, 
             assert inside[:5] == best[: len(inside)] and {*inside} <= {*calibrated.classes}
     assert call(tmp_path, "predict", tmp_path / "photos").code == 0  # replaces the table
     for model, flags, message in [
-        (
-            "cifar10_quick",
-            ("0.9",),
-            "coverage: the model is not calibrated: it is a",
-        ),
+        ("cifar10_quick", ("0.9",), "coverage: the model is not calibrated: it is a"),
         (tmp_path, ("0.995",), "coverage: 0.995 is not allowed; it must be at most 0.99 for a"),
         (tmp_path, ("0.9", "--flip"), "coverage: not together with --flip"),
         (tmp_path, ("1.5",), "coverage: 1.5 is not allowed; it must be"),

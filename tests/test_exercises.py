@@ -61,10 +61,7 @@ def rows_of(source: str, name: str, folder: Path) -> dict[str, Row]:
 
 @pytest.mark.parametrize(
     ("file", "name", "body"),
-    [
-        ("mine.py", "Attention", ATTENTION),
-        ("relative_bias.py", "RelativeBias", RELATIVE_BIAS),
-    ],
+    [("mine.py", "Attention", ATTENTION), ("relative_bias.py", "RelativeBias", RELATIVE_BIAS)],
 )
 def test_templates_ask_for_what_is_missing_and_solutions_pass(
     file: str, name: str, body: str, tmp_path: Path

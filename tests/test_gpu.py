@@ -28,10 +28,7 @@ CPU = torch.device("cpu")
 GPU = torch.accelerator.current_accelerator(check_available=True) or CPU
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPU == CPU, reason="there is no accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPU == CPU, reason="there is no accelerator")]
 
 
 @pytest.fixture(autouse=True)

@@ -160,9 +160,7 @@ def test_every_field_of_a_model_file(model: Path, tmp_path: Path) -> None:
     # The settings of a config are checked as those of a command; some of their kinds are enough.
     about["config"] = {"data": {"name": "shapes"}, "model": about["config"]["model"], "out": "x"}
     refused = outcomes(
-        about,
-        lambda content: write_model(path, json.dumps(content), weights),
-        lambda: use(path),
+        about, lambda content: write_model(path, json.dumps(content), weights), lambda: use(path)
     )
     for field in ("config", "classes", "step"):
         assert "missing" in refused[f"{field}: removed"]

@@ -138,10 +138,7 @@ def test_transform_that_timm_makes_is_ours(tmp_path):
         ({"stem": "conv", "mlp_conv": True}, "no model.stem=conv and no model.mlp_conv=True; "),
         ({"head_dim": 4}, "it differs from timm's in blocks.0.attn.proj.weight, "),
         ({"rel_pos": "relative"}, "timm has no model.rel_pos=relative; export to onnx or torch"),
-        (
-            {"rel_pos": "bias", "class_token": False, "global_pool": "avg"},
-            "cls_token, pos_embed; ",
-        ),
+        ({"rel_pos": "bias", "class_token": False, "global_pool": "avg"}, "cls_token, pos_embed; "),
         (
             {"rel_pos": "bias", "pos_embed": "none", "reg_tokens": 1},
             "it differs from timm's in reg_token; ",

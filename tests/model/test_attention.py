@@ -197,8 +197,7 @@ def test_a_mask_may_differ_between_heads_and_is_that_of_torchs_module():
 
 @pytest.mark.parametrize("mask", MASKS, ids=["no mask", "causal and padding"])
 @pytest.mark.parametrize(
-    ("num_heads", "head_dim", "qkv_bias", "qk_norm"),
-    [(3, None, False, False), (2, 5, True, True)],
+    ("num_heads", "head_dim", "qkv_bias", "qk_norm"), [(3, None, False, False), (2, 5, True, True)]
 )
 def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm):
     ours = draw_attention(12, num_heads, head_dim, qkv_bias, qk_norm)

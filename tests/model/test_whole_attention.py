@@ -346,8 +346,7 @@ def test_a_module_that_extends_torchs_has_its_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [{"qk_norm": True}, {"qkv_bias": False}, {"attn_drop_rate": 0.1}, {"head_dim": 7}],
+    "setting", [{"qk_norm": True}, {"qkv_bias": False}, {"attn_drop_rate": 0.1}, {"head_dim": 7}]
 )
 def test_settings_that_a_module_does_not_take_are_refused(
     setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch

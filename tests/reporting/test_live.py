@@ -27,13 +27,7 @@ from vit.model.variants import ATTENTION
 from vit.model.vit import VisionTransformer
 from vit.pretrained.load import load as load_model
 from vit.reporting.attention_logging import AttentionLogging
-from vit.reporting.live import (
-    INPUTS,
-    WEIGHTS_FILE,
-    LiveLog,
-    graph_of,
-    weights_of,
-)
+from vit.reporting.live import INPUTS, WEIGHTS_FILE, LiveLog, graph_of, weights_of
 from vit.run.tracker import Tracker
 from vit.tensorboard_plugin.encoding import decode_live
 
