@@ -190,7 +190,6 @@ def test_results_stay_beside_a_model_file_that_is_a_link(
 
 
 def test_nobody_can_guess_the_name_of_an_event_file(tmp_path: Path) -> None:
-    names = set()
     for _ in range(3):
         with contextlib.closing(event_writer(tmp_path)) as writer:
             writer.add_scalar("a", 1.0)

@@ -245,7 +245,7 @@ def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     heads = list(np.ndindex(*gates_of(classifier.model).shape))
     questions = [
         ([head for head in heads if rng.random() < 0.5], np.flatnonzero(rng.random(16) < 0.3))
-        for _ in range(100)
+        for _ in range(10)  # test_live_browser.py asks many more
     ]
     found = page.evaluate(
         """async (all) => {

@@ -166,8 +166,9 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_work(
             f"error: out: cannot write to {place.removesuffix('/here')} ("
         )
         assert ended.error.endswith("; use another --out\n") and ended.error.count("\n") == 1
-        with pytest.raises(ValueError, match=rf"^out: cannot write to {place}/run "):
-            train(small(Path(f"{place}/run")))
+        if words == ("report",):
+            with pytest.raises(ValueError, match=rf"^out: cannot write to {place}/run "):
+                train(small(Path(f"{place}/run")))
 
 
 def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path: Path, call: Call) -> None:

@@ -1,6 +1,5 @@
 """Small complete runs: what they write and what they refuse."""
 
-import contextlib
 import io
 import json
 import os
@@ -8,9 +7,10 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,26 +58,40 @@ pytestmark = pytest.mark.slow
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 
 
+class Finished(NamedTuple):
+    """A finished run, what it printed, and in which order it read images and made steps."""
+
+    run: Path
+    printed: str
+    order: list[str]
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A finished run, and what it printed."""
-    run = tmp_path_factory.mktemp("finished") / "run"
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    run, order = tmp_path_factory.mktemp("finished") / "run", list[str]()
+
+    def watched_open(data: DataConfig, train: bool, *args: Any, **kwargs: Any) -> ImageSet:
+        order.append("training images" if train else "test images")
+        return open_images(data, train, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(datasets, "open_images", watched_open)
+        watch_updates(patch, lambda *_: order.append("step"))
         train(small(run))
-    return run, printed.getvalue()
+    return Finished(run, printed.getvalue(), order)
 
 
 @pytest.fixture
-def unended(finished: tuple[Path, str], tmp_path: Path) -> Path:
+def unended(finished: Finished, tmp_path: Path) -> Path:
     """A copy of the finished run, as if it had been stopped before its end."""
     run = tmp_path / "unended"
-    shutil.copytree(finished[0], run)
+    shutil.copytree(finished.run, run)
     (run / "model.safetensors").unlink()
     return run
 
 
-def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> None:
-    run, _ = finished
+def test_run_folder_holds_what_readme_promises(finished: Finished) -> None:
+    run = finished.run
     assert Config(**yaml.safe_load((run / "config.yaml").read_text())) == small(run)
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
         f"step_{STEPS - 5:08d}.pt", f"step_{STEPS:08d}.pt"
@@ -95,8 +109,8 @@ def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> No
     assert [event.step for event in logged.Scalars("val/loss")] == list(range(5, STEPS + 1, 5))
 
 
-def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
-    run, printed = finished
+def test_start_and_end_are_printed(finished: Finished) -> None:
+    run, printed, _ = finished
     parameters = sum(parameter.numel() for parameter in make_state(small(run)).model.parameters())
     for part in (
         "320 training images (32 in each of 10 classes), 60 held out", f"{parameters:,} parameters",
@@ -108,8 +122,8 @@ def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
     assert "\r" not in printed  # no bar where there is no terminal
 
 
-def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path, str]) -> None:
-    accumulator = events(finished[0])
+def test_attention_is_drawn_at_every_milestone_and_changes(finished: Finished) -> None:
+    accumulator = events(finished.run)
     names = (*(f"rollout/probe_{number:02d}" for number in range(3)), "statistics")
     found = {*accumulator.Tags()["images"]}
     assert found == {f"vit/attention/{name}" for name in (*names, "importance")}
@@ -123,9 +137,9 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path,
 
 
 def test_eval_gives_the_same_numbers_as_the_end_of_training(
-    finished: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, printed = finished
+    run, printed, _ = finished
     report = json.loads((run / "eval" / "report.json").read_text())
     out = tmp_path / "report"
     for _ in range(2):  # the second report replaces the files of the first
@@ -143,19 +157,8 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
         evaluate_run(str(run), ReportConfig(out=str(run)))
 
 
-def test_test_images_are_read_once_and_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order = []
-
-    def watched_open(data: DataConfig, train: bool, *args: Any, **kwargs: Any) -> ImageSet:
-        order.append("training images" if train else "test images")
-        return open_images(data, train, *args, **kwargs)
-
-    monkeypatch.setattr(datasets, "open_images", watched_open)
-    watch_updates(monkeypatch, lambda *_: order.append("step"))
-    train(small(tmp_path / "run", train={"epochs": 1}))
-    assert order == ["training images", *["step"] * 5, "test images"]
+def test_test_images_are_read_once_and_last(finished: Finished) -> None:
+    assert finished.order == ["training images", *["step"] * STEPS, "test images"]
 
 
 def steps_of(run: Path) -> list[int]:
@@ -299,10 +302,10 @@ def test_trials_of_a_budget_take_the_steps_of_the_run_and_leave_no_trace(
 
 
 def test_overwrite_deletes_what_train_and_eval_wrote_and_no_more(
-    finished: tuple[Path, str], tmp_path: Path
+    finished: Finished, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(finished[0], run)
+    shutil.copytree(finished.run, run)
     written = """split.csv export/preprocess.py eval/predictions.csv eval/photos.csv
         eval/attention/index.json eval/attention/faithfulness.json eval/attention/image_00003.png
         eval/attention/relevance.npy eval/photos/cat_sheet.png eval/compare_other/comparison.json
@@ -318,13 +321,13 @@ def test_overwrite_deletes_what_train_and_eval_wrote_and_no_more(
 
 
 def test_moved_run_with_its_end_missing_is_only_ended(
-    finished: tuple[Path, str], unended: Path, tmp_path: Path
+    finished: Finished, unended: Path, tmp_path: Path
 ) -> None:
     run = unended
     before = metrics(run)
     train(small(run, data={"root": str(tmp_path)}))
     assert metrics(run) == before
-    for name, tensor in load_file(finished[0] / "model.safetensors").items():
+    for name, tensor in load_file(finished.run / "model.safetensors").items():
         assert torch.equal(load_file(run / "model.safetensors")[name], tensor), name
 
 

@@ -82,15 +82,3 @@ def test_sincos_equals_timm(grid_size, dim):
     theirs = build_sincos2d_pos_embed(list(grid_size), dim, interleave_sin_cos=True)
     down, across = theirs.chunk(2, dim=1)  # timm puts the row before the column
     assert_close(ours, torch.cat([across, down], dim=1), rtol=0, atol=1e-6)
-
-
-# --- errors ---
-
-
-@pytest.mark.parametrize(("stem", "size"), [("linear", (33, 32)), ("conv", (3, 4))])
-def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
-    message = rf"^patch_size: 4 does not divide img_size={size[0]} x {size[1]} \(height x width\)"
-    with pytest.raises(ValueError, match=message):
-        PatchEmbed(size, 4, 3, 8, stem)
-    with pytest.raises(ValueError, match=message):
-        PatchEmbed(32, 4, 3, 8, stem)(torch.randn(1, 3, *size))

@@ -1,4 +1,4 @@
-"""Positions in attention, compared with timm's and with loops in NumPy.
+"""Positions in attention, compared with loops in NumPy; test_pretrained.py has timm's.
 
 Shapes: B images, H heads, N tokens, P patches, d head width.
 """
@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from timm.layers import RotaryEmbeddingCat, apply_rot_embed_cat
 from torch import nn
 from torch.testing import assert_close
 
@@ -38,20 +37,6 @@ def test_bias_of_another_grid_depends_on_the_offset_in_patches() -> None:
             down, across = (int(np.clip(q - k, -2, 2)) for q, k in zip(query, key, strict=True))
             i, j = (2 + 4 * row + column for row, column in (query, key))
             assert bias[i, j] == table[:-3].view(5, 5)[down + 2, across + 2]
-
-
-@GRIDS
-@PREFIXES
-def test_rotary_positions_are_timms(grid: tuple[int, int], prefix: int) -> None:
-    tokens = draw(B, H, prefix + math.prod(grid), D).float()
-    turned, kept, _ = RotaryPositions(H, D, grid, prefix).before(tokens, tokens, tokens, grid)
-    timms = RotaryEmbeddingCat(
-        D, temperature=100.0, in_pixels=False, feat_shape=list(grid), grid_indexing="xy"
-    )
-    expected = apply_rot_embed_cat(tokens[:, :, prefix:], timms.get_embed())
-    assert_close(turned[:, :, prefix:], expected)
-    assert_close(turned[:, :, :prefix], tokens[:, :, :prefix])
-    assert_close(turned, kept)
 
 
 @GRIDS

@@ -134,6 +134,7 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"model:\n  timm_args: {text}\n  name: timm:test_vit\n")
     for arguments in (["--model.timm_args", text], ["--config", str(tmp_path / "run.yaml")]):
         config, _ = parse_train(["--model.name", "timm:test_vit", *arguments])
+        assert config.model.timm_args == expected
         with pytest.raises(ValueError, match=r"timm cannot build .* argument 'x'"):
             check_config(config)
     model = ModelConfig(name="timm:test_vit", timm_args=expected)

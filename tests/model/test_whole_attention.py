@@ -185,15 +185,6 @@ class Unknown(OneHead):
         super().__init__(input_dim, input_dim)
 
 
-def test_a_module_without_heads_is_one_head() -> None:
-    placed = WholeAttention(OneHead, D, 1, GRID, 1)
-    keep = torch.ones(B, 1, N, dtype=torch.bool)
-    keep[1, :, 0] = False
-    weights = placed(tokens(), keep, need_weights=True)[1]
-    assert weights.shape == (B, 1, N, N) and not weights[1, 0, :, 0].any()
-    assert weights[0, 0, :, 0].any()
-
-
 def test_weights_that_are_returned_count_where_there_is_no_softmax() -> None:
     weights = WholeAttention(Sigmoid, D, 1, GRID, 1)(tokens(), need_weights=True)[1]
     assert weights.shape == (B, 1, N, N) and weights.sum(dim=-1).max() > 2
@@ -542,18 +533,20 @@ class Configured(Plain):
         return self.merge(F.softmax(scores, dim=-1) @ v)
 
 
-@pytest.mark.parametrize("module", [Configured, ByHead])
+@pytest.mark.parametrize(("module", "heads"), [(Configured, 3), (ByHead, 3), (OneHead, 1)])
 @pytest.mark.parametrize("shape", [(N,), (N, N), (B, N, N), (B, 1, 1, N), (B, 3, N, N)])
-def test_masks_of_any_shape_hide_keys(module: type, shape: tuple[int, ...]) -> None:
-    """From a module that takes (B, N, N), or else from its softmax; perhaps for each head."""
-    placed = WholeAttention(module, D, 3, GRID, 1).eval()
+def test_masks_of_any_shape_hide_keys(module: type, heads: int, shape: tuple[int, ...]) -> None:
+    """From a module that takes a mask, or else from its softmax; perhaps for each head."""
+    placed = WholeAttention(module, D, heads, GRID, 1).eval()
     if module is Configured:  # by an object with what constructors take
         assert (placed.module.heads, placed.module.length) == (3, N)
+    shape = (B, heads, N, N) if shape == (B, 3, N, N) else shape
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5
     mask[..., 0] = True
     _, weights = placed(tokens(), mask, need_weights=True)
-    allowed = mask.unsqueeze(1) if mask.ndim == 3 else mask
-    assert weights.masked_fill(allowed.expand(B, 3, N, N), 0).abs().max() < 1e-6
+    assert weights.shape == (B, heads, N, N)
+    allowed = (mask.unsqueeze(1) if mask.ndim == 3 else mask).expand_as(weights)
+    assert weights[~allowed].abs().max() < 1e-6 < weights[allowed].max()
 
 
 class Repeated(nn.Module):
