@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 import vit
 from command_line import Call
-from small_runs import rows_of, small
+from small_runs import draw_pictures, rows_of, small
 from vit.calibration import Calibration, fit_temperature, set_scores
 from vit.commands.config import ReportConfig
 from vit.commands.report import run as evaluate_run
@@ -259,10 +259,7 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, 
     logits, labels, _ = draw(99, 10, torch.Generator().manual_seed(0))
     calibrated = replace(saved, calibration=Calibration.fit(logits, labels))
     save_model(tmp_path / "model.safetensors", calibrated, saved.config, saved.step)
-    (tmp_path / "photos").mkdir()
-    for seed in range(4):
-        pixels = np.random.default_rng(seed).integers(256, size=(32, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"photos/{seed}.png")
+    draw_pictures(tmp_path / "photos", 4, [""])
     columns = []
     for photos in (tmp_path / "photos", tmp_path / "photos/3.png"):
         assert call(tmp_path, "predict", photos, "--coverage", "0.95").code == 0

@@ -210,10 +210,7 @@ def test_an_error_keeps_the_rows_so_far(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a worker that was killed."""
-    decode, photos = ImageFiles.decode_all, tmp_path / "in"
-    photos.mkdir()
-    for number in range(40):
-        Image.effect_noise((8, 8), 50).save(photos / f"{number}.png")
+    decode, photos = ImageFiles.decode_all, draw_pictures(tmp_path / "in", 40, [""])
 
     def killed(files: ImageFiles, title: str) -> Any:
         yield next(decode(files, title))

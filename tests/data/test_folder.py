@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import vit
-from small_runs import load, small
+from small_runs import draw_pictures, load, small
 from vit.cli import parse_train
 from vit.commands.compare import run as compare_runs
 from vit.commands.config import CompareConfig, EvalDataConfig, ReportConfig
@@ -545,10 +545,7 @@ def test_a_folder_that_changes_during_training_is_not_tested(
 
 
 def test_a_class_whose_name_is_not_utf_8_is_refused(tmp_path):
-    for name in ("a", "\udce4"):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            Image.new("RGB", (4, 4)).save(tmp_path / name / f"{number}.png")
+    draw_pictures(tmp_path, 4, ["a", "\udce4"])
     with pytest.raises(ValueError, match=r"class \\udce4 is not UTF-8; rename it"):
         list_folder(DataConfig(name="folder", root=str(tmp_path)), train=True)
 

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
+from small_runs import draw_pictures
 from vit.config import Config
 from vit.data.config import DataConfig
 from vit.data.datasets import split_training
@@ -101,12 +100,7 @@ def test_a_link_to_another_row_is_an_image_as_in_a_folder(folder):
 
 
 def test_split_of_a_run_is_a_table_with_the_same_test_images(tmp_path):
-    for number in range(30):
-        file = tmp_path / "in" / "ab"[number % 2] / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(256, size=(32, 32), dtype=np.uint8)
-        Image.fromarray(pixels).save(file)
-    data = DataConfig(name="folder", root=str(tmp_path / "in"))
+    data = DataConfig(name="folder", root=str(draw_pictures(tmp_path / "in", 30)))
     write_split(Config(data=data, out=str(tmp_path)), *split_training(data, seed=0))
     table = (tmp_path / "split.csv").rename(tmp_path / "in/split.csv")
     assert recognize(table) == "table"

@@ -99,7 +99,9 @@ def test_references_are_kinds_of_map_and_made_in_float32(model, images, monkeypa
 # The logit lens.
 
 
-TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+TINY = {
+    "img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5
+}  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {
     "class token": {},
     "mean without fc_norm": {"class_token": False, "global_pool": "avg", "fc_norm": False},
@@ -108,26 +110,19 @@ OURS: dict[str, dict[str, Any]] = {
 TIMMS: dict[str, dict[str, Any]] = {
     "class token": {},
     "registers": {"reg_tokens": 2, "global_pool": "avg"},
-    "distilled": {"name": "deit_tiny_distilled_patch16_224"},
+    "distilled": {"model_name": "deit_tiny_distilled_patch16_224"},
     "attention pooling": {"global_pool": "map", "class_token": False},
-    "rotary": {"name": "vit_small_patch16_dinov3"},
+    "rotary": {"model_name": "vit_small_patch16_dinov3"},
 }
 NOT_ALONE = ("distilled", "attention pooling")
 CASES = [*(("ours", name) for name in OURS), *(("timm", name) for name in TIMMS)]
 
 
 def build(maker: str, variant: str) -> nn.Module:
-    torch.manual_seed(0)
     if maker == "ours":
-        model: nn.Module = VisionTransformer(**(PLAIN | TINY | {"depth": 3} | OURS[variant]))
-    else:
-        settings = TINY | {"depth": 3} | TIMMS[variant]
-        name = settings.pop("name", "vit_tiny_patch16_224")
-        model = timm.create_model(name, **settings)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model.eval()
+        return randomize(VisionTransformer(**(PLAIN | TINY | OURS[variant])), 0.3)
+    settings = {"model_name": "vit_tiny_patch16_224"} | TINY | TIMMS[variant]
+    return randomize(timm.create_model(**settings), 0.3)
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ def subtract(attn: Any, signal: Tensor, noise: Tensor) -> Tensor:
 
 @with_models
 @torch.no_grad()
-def test_weights_and_logits_are_timms(model: dict[str, Any]) -> None:
+def test_weights_logits_and_masks_are_timms(model: dict[str, Any]) -> None:
     timms = build(model)
     images, reader = images_for(timms), require_attention(timms)
     logits, weights, tokens = reader.forward_intermediates(images)
@@ -132,23 +132,15 @@ def test_weights_and_logits_are_timms(model: dict[str, Any]) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         assert found.shape[-1] == reader.num_prefix_tokens + rows * columns
         assert found.std() > 0.005  # not uniform, so the comparison means something
+    torch.manual_seed(0)
+    mask = (torch.rand(found.shape[-2:]) < 0.5) | torch.eye(found.shape[-1], dtype=torch.bool)
+    logits, masked, _ = reader.forward_intermediates(images, mask.expand(3, -1, -1))
+    with Kernel(mask):
+        torch.testing.assert_close(logits, timms(images), rtol=1e-5, atol=1e-5)
+    assert not torch.stack(masked)[..., ~mask].any()
     for block in timms.blocks:
         block.attn.fused_attn = False
     assert all(map(torch.equal, reader.forward_intermediates(images)[1], weights))
-
-
-@with_models
-@torch.no_grad()
-def test_mask_is_timms(model: dict[str, Any]) -> None:
-    timms = build(model)
-    images, reader = images_for(timms), require_attention(timms)
-    tokens = reader.num_prefix_tokens + 24
-    torch.manual_seed(0)
-    mask = (torch.rand(tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
-    logits, weights, _ = reader.forward_intermediates(images, mask.expand(3, -1, -1))
-    with Kernel(mask):
-        torch.testing.assert_close(logits, timms(images), rtol=1e-5, atol=1e-5)
-    assert not torch.stack(weights)[..., ~mask].any()
 
 
 @with_models

@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from models import PLAIN
+from models import PLAIN, randomize
 from small_runs import load, make_loop, small
 from vit.classifier import Classifier
 from vit.commands.config import MapsConfig
@@ -54,7 +54,6 @@ TIMM: dict[str, Any] = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads
 
 
 def make_classifier(kind: str, num_classes: int) -> Classifier:
-    torch.manual_seed(0)
     if kind == "ours":
         settings = PLAIN | {"reg_tokens": 1, "global_pool": "avg"}
         model: Any = VisionTransformer(
@@ -62,12 +61,9 @@ def make_classifier(kind: str, num_classes: int) -> Classifier:
         )
     else:
         model = timm.create_model(kind, num_classes=num_classes, img_size=32, **TIMM)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
     preprocess = Preprocess.from_config(DataConfig(name="shapes"))
-    classes = images_of(num_classes).classes
-    return Classifier(model.eval(), preprocess, classes, torch.device("cpu"), torch.float32)
+    about = preprocess, images_of(num_classes).classes, torch.device("cpu"), torch.float32
+    return Classifier(randomize(model, 0.2), *about)
 
 
 def images_of(num_classes: int) -> ImageSet:
@@ -170,9 +166,7 @@ def test_inference_mode_changes_no_map_and_no_record(
     kind: str, inside: str, tmp_path: Path
 ) -> None:
     """Whether the model is made, or called, within `torch.inference_mode`."""
-    torch.manual_seed(0)
     expected = make_classifier(kind, 10)
-    torch.manual_seed(0)
     with torch.inference_mode(inside != "call"):
         classifier = make_classifier(kind, 10)
     images = images_of(10).select(torch.arange(2))
