@@ -1,11 +1,11 @@
 """The Attention tab in a real TensorBoard and a real browser, compared with numpy."""
 
 import copy
-import dataclasses
 import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +78,16 @@ def deep_record(sharpness: float) -> Record:
     return Record(details=record.details, weights=weights)
 
 
+def half_right() -> list[Record]:
+    """Twelve records, of which every other image is taken for what it is."""
+    found = []
+    for number in range(12):
+        record = make_record(number)
+        details = replace(record.details, label=record.details.top[1 - number % 2][0])
+        found.append(replace(record, details=details))
+    return found
+
+
 def tokens_of(run: str, step: int) -> torch.Tensor:
     """Tokens of a class token and 20 patches, (L, B, N, D); "wide" has those of "narrow" in it."""
     generator = torch.Generator().manual_seed(WIDTHS[run] + step)
@@ -119,6 +129,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert record.weights is not None
         weights = record.weights - 0.8 * record.weights[..., ::-1, :]  # differential attention
         write_record(writer, TAG, Record(details=record.details, weights=weights), 0)
+    with event_file(folder / "sure") as writer:
+        for number, record in enumerate(half_right()):
+            write_record(writer, f"image_{number:02d}", record, 0)
     with event_file(folder / "right") as writer:
         for number in range(2):
             record = make_record(number, **RUNS["rectangle"])
@@ -318,24 +331,16 @@ def test_attention_by_offset_is_the_mean_over_images(page: Page, address: str, l
 
 
 def test_the_surest_right_image_is_first_and_then_the_surest_mistake(
-    page: Page, tmp_path: Path
+    page: Page, address: str
 ) -> None:
-    records = [make_record(seed) for seed in range(12)]
-    with event_file(tmp_path / "logs/run") as writer:
-        for number, record in enumerate(records):
-            details = dataclasses.replace(
-                record.details, label=record.details.top[1 - number % 2][0]
-            )
-            labelled = Record(details=details, weights=record.weights)
-            write_record(writer, f"image_{number:02d}", labelled, 0)
+    records = half_right()
     sure = sorted(range(12), key=lambda number: -records[number].details.top[0][1])
     first = [next(number for number in sure if number % 2 == right) for right in (1, 0)]
-    with serve(tmp_path / "logs", tmp_path) as address:
-        page.goto(f"{address}/#attention")
-        frame = ready(page)
-        shown = wait_until(frame, "run", "run")
-        assert (shown["image"], shown["head"]) == (f"image_{first[0]:02d}", "rollout")
-        titles = frame.locator(".chooser button").evaluate_all("all => all.map((one) => one.title)")
+    page.goto(f"{address}/#{link({'run': 'sure'})}")
+    frame = ready(page)
+    shown = wait_until(frame, "run", "sure")
+    assert (shown["image"], shown["head"]) == (f"image_{first[0]:02d}", "rollout")
+    titles = frame.locator(".chooser button").evaluate_all("all => all.map((one) => one.title)")
     expected = [*first, *(number for number in range(12) if number not in first)]
     assert titles == [f"image_{number:02d}" for number in expected]
 
