@@ -139,14 +139,8 @@ def test_transform_that_timm_makes_is_ours(tmp_path):
         ({"head_dim": 4}, "it differs from timm's in blocks.0.attn.proj.weight, "),
         ({"rel_pos": "relative"}, "timm has no model.rel_pos=relative; export to onnx or torch"),
         ({"rel_pos": "bias", "class_token": False, "global_pool": "avg"}, "cls_token, pos_embed; "),
-        (
-            {"rel_pos": "bias", "pos_embed": "none", "reg_tokens": 1},
-            "it differs from timm's in reg_token; ",
-        ),
-        (
-            {"rel_pos": "rope", "act_layer": "gelu_tanh"},
-            "timm has no model.act_layer=gelu_tanh with model.rel_pos=rope; ",
-        ),
+        ({"rel_pos": "bias", "pos_embed": "none", "reg_tokens": 1}, "from timm's in reg_token; "),
+        ({"rel_pos": "rope", "act_layer": "gelu_tanh"}, "act_layer=gelu_tanh with model.rel_pos="),
         ({"attention": "cosine"}, "timm has no model.attention=cosine; export to onnx or torch"),
     ],
 )

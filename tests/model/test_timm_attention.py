@@ -20,6 +20,7 @@ from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import attention_model, require_attention
 
 SIZE = (32, 48)
+PADDED: dict[str, Any] = {"depth": 1, "dynamic_img_size": True, "dynamic_img_pad": True}
 ROTARY: dict[str, Any] = {"patch_size": 8, "dynamic_img_size": True}
 # What docs/timm.md says of a family, and small models of it.
 FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -190,11 +191,7 @@ def test_table_of_the_documentation() -> None:
         ("swin_tiny_patch4_window7_224", {"img_size": 224}, "SwinTransformer"),
         ("vit_small_patch16_18x2_224", {"depth": 1}, "ParallelThingsBlock"),
         ("vit_relpos_small_patch16_224", {"depth": 1}, "VisionTransformerRelPos"),
-        (
-            "vit_tiny_patch16_224",
-            {"depth": 1, "dynamic_img_size": True, "dynamic_img_pad": True},
-            "PatchEmbed with dynamic_img_pad",
-        ),
+        ("vit_tiny_patch16_224", PADDED, "PatchEmbed with dynamic_img_pad"),
     ],
 )
 def test_other_classes_are_refused_by_name(name: str, settings: dict, unread: str) -> None:

@@ -81,27 +81,14 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
         ({"name": "resnet18"}, "model.name: resnet18 is not allowed; it must be vit, or timm: and"),
         ({"name": "timm:test_vit.r160_in1k"}, "not a model of timm .*did you mean timm:test_vit"),
         ({"name": "timm:hf-hub:a/b"}, "model.name: timm:hf-hub:a/b is not a model of timm"),
-        (
-            {"name": "timm:test_resnet", "drop_path_rate": 0.1},
-            r"drop_path_rate: 0.1 is not allowed; it must be 0.0 with model.name=timm:test_resnet",
-        ),
+        ({"name": "timm:test_resnet", "drop_path_rate": 0.1}, "drop_path_rate: .* must be 0.0"),
         ({"timm_args": {"depth": 3}}, "model.timm_args: .* must be null with model.name=vit"),
         ({"timm_args": "text"}, "model.timm_args: text is not allowed; it must be a valid dict"),
         ({"timm_args": {3: 3}}, "model.timm_args: 3 is not allowed; it must be a valid string"),
         ({"timm_args": {"a": {1, 2}}}, "model.timm_args: {1, 2} is not allowed"),
-        (
-            {"name": "timm:test_resnet", "timm_args": {"depht": 3, "b": 1, "stem_width": 4}},
-            r"model.timm_args: timm cannot build .* argument 'depht'",
-        ),
-        (
-            {"name": "timm:test_resnet", "timm_args": {"checkpoint_path": "/etc/passwd"}},
-            "model.timm_args: checkpoint_path is not allowed; the data set determines",
-        ),
-        (
-            {"name": "timm:vit_small_patch14_reg4_dinov2"},
-            r"timm:vit_small_patch14_reg4_dinov2 does not take the images .* 32 x 32 pixels "
-            r"\(.*patch size \(14\).*made for 518 x 518 pixels",
-        ),
+        ({"name": "timm:test_resnet", "timm_args": {"depht": 3, "b": 1}}, ".* argument 'depht'"),
+        ({"name": "timm:test_vit", "timm_args": {"checkpoint_path": "/x"}}, "_path is not allowed"),
+        ({"name": "timm:vit_small_patch14_reg4_dinov2"}, r"32 x 32 pixels .*made for 518 x 518"),
         ({"name": "timm:test_vit_relpos"}, "train.small_share: 0.75 .* must be 0 .* of 24 x 24"),
     ],
 )

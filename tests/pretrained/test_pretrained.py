@@ -78,6 +78,7 @@ def names(count: int) -> tuple[str, ...]:
     return tuple(f"class {number}" for number in range(count))
 
 
+SHARED_BIAS = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}
 SAME: list[tuple[str, dict[str, Any], str]] = [  # arguments of timm, and positions in attention
     (TINY, {"act_layer": "gelu_tanh"}, "none"),
     (TINY, {"qk_norm": True, "norm_layer": "layernorm"}, "none"),
@@ -93,11 +94,7 @@ SAME: list[tuple[str, dict[str, Any], str]] = [  # arguments of timm, and positi
     ("vit_srelpos_small_patch16_224", {"rel_pos_type": "bias", "qk_norm": True}, "bias"),
     ("vit_srelpos_small_patch16_224", {"class_token": True, "global_pool": "token"}, "bias"),
     ("beit_base_patch16_224", {"use_abs_pos_emb": True}, "bias"),
-    (
-        "beitv2_base_patch16_224",
-        {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
-        "bias",
-    ),
+    ("beitv2_base_patch16_224", SHARED_BIAS, "bias"),
     ("vit_small_patch16_rope_224", {}, "rope"),
     ("vit_base_patch16_rope_ape_224", {"num_reg_tokens": 2, "global_pool": "avg"}, "rope"),
 ]
@@ -196,10 +193,7 @@ def test_heads_are_inferred_where_their_norms_tell():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"pos_embed": None},
-            "no position embeddings.*--model.rel_pos rope.*--model.pos_embed none",
-        ),
+        ({"pos_embed": None}, "no position embeddings.*--model.rel_pos rope.*--model.pos_embed"),
         ({"blocks.0.attn.q_bias": torch.zeros(24)}, 'Unexpected key.* "blocks.0.attn.q_bias"'),
         ({"patch_embed.proj.weight": None}, "not a Vision Transformer .* no patch_embed.proj"),
         ({"blocks.1.norm1.weight": None}, 'Missing key.* "blocks.1.norm1.weight"'),

@@ -32,6 +32,7 @@ SHAPE = {
     "patch_size": 8, "num_labels": LABELS,
 }  # fmt: skip
 WIDE = {**SHAPE, "intermediate_size": 80}
+EVA, BEIT = "timm:vit_small_patch16_dinov3", "timm:beit_base_patch16_224"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Arguments of the config of each model; the timm model where our VisionTransformer lacks a part.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -52,23 +53,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         "Dinov2Model", {**SHAPE, "use_swiglu_ffn": True}, "timm:vit_giant_patch14_dinov2"
     ),
     "dinov2-registers": ("Dinov2WithRegistersModel", {**SHAPE, "num_register_tokens": 3}, "vit"),
-    "dinov3": (
-        "DINOv3ViTModel", {**WIDE, "num_register_tokens": 4, "rope_theta": 50.0},
-        "timm:vit_small_patch16_dinov3",
-    ),
-    "dinov3-gated": (
-        "DINOv3ViTModel", {**WIDE, "use_gated_mlp": True, "hidden_act": "silu"},
-        "timm:vit_small_patch16_dinov3",
-    ),
-    "beit": (
-        "BeitForImageClassification", {**WIDE, "use_relative_position_bias": True},
-        "timm:beit_base_patch16_224",
-    ),
+    "dinov3": ("DINOv3ViTModel", {**WIDE, "num_register_tokens": 4, "rope_theta": 50.0}, EVA),
+    "dinov3-gated": ("DINOv3ViTModel", {**WIDE, "use_gated_mlp": True, "hidden_act": "silu"}, EVA),
+    "beit": ("BeitForImageClassification", {**WIDE, "use_relative_position_bias": True}, BEIT),
     "beit-shared": (
         "BeitForImageClassification",
         {**WIDE, "use_shared_relative_position_bias": True, "use_mean_pooling": False,
          "use_absolute_position_embeddings": True, "layer_norm_eps": 1e-2},
-        "timm:beit_base_patch16_224",
+        BEIT,
     ),
     "siglip": ("SiglipVisionModel", WIDE, "timm:vit_base_patch16_siglip_224"),
     "siglip-classifier": ("SiglipForImageClassification", WIDE, "vit"),
