@@ -47,6 +47,10 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"class {number}" for number in range(count))
+
+
 def grey_classifier() -> Classifier:
     """Build an untrained classifier of grey images that are not square."""
     torch.manual_seed(0)

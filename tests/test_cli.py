@@ -531,6 +531,6 @@ def test_a_closed_stderr_is_written_to_without_an_error(monkeypatch: pytest.Monk
         assert not sys.stderr.isatty()
 
 
-def test_yaml_s_and_python_s_spelling_of_true_are_the_same() -> None:
+def test_true_may_be_spelled_as_in_yaml_or_in_python() -> None:
     for word in ("true", "True"):
         assert parse_train(["--train.compile", word])[0].train.compile is True

@@ -30,7 +30,7 @@ from torchmetrics.functional.classification import (
     multiclass_recall,
 )
 
-from models import PLAIN, randomize, save_untrained
+from models import PLAIN, names, randomize, save_untrained
 from vit.classifier import Classifier
 from vit.commands.config import EvalDataConfig
 from vit.data.config import DataConfig
@@ -47,10 +47,6 @@ from vit.reporting.unfamiliar import detection, load_unfamiliar, report_unfamili
 
 PREPROCESS = Preprocess.from_config(DataConfig(name="cifar10"))
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (PREPROCESS.mean, PREPROCESS.std))
-
-
-def names(count: int) -> tuple[str, ...]:
-    return tuple(f"class {number}" for number in range(count))
 
 
 def draw_case(count: int, num_classes: int, skill: float, scale: float) -> tuple[Tensor, Tensor]:
@@ -357,7 +353,7 @@ def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
         assert problem in str(error.value)
 
 
-def test_nothing_is_downloaded_where_the_user_s_images_are(untrained, tmp_path, monkeypatch):
+def test_nothing_is_downloaded_where_the_users_images_are(untrained, tmp_path, monkeypatch):
     asked = lambda data, train: SimpleNamespace(resized=lambda _: data.root)  # noqa: E731
     monkeypatch.setattr(unfamiliar, "open_images", asked)
     saved, pictures = load_model(untrained, "cpu"), tmp_path / "pictures"

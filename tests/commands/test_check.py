@@ -155,7 +155,7 @@ def test_planted_faults_are_found_by_their_row(fault: str, tmp_path: Path) -> No
     ("super().__init__()", "super().__init__()\n        self.out = nn.Linear(dim, dim)"),
     (SPLIT, ".view(B, N, self.d, self.num_heads).permute(0, 3, 1, 2)"),
 ])  # fmt: skip
-def test_what_is_as_good_is_no_fault(old: str, new: str, tmp_path: Path) -> None:
+def test_other_ways_that_are_as_good_are_no_faults(old: str, new: str, tmp_path: Path) -> None:
     """Zeros at the start, layers in another order, and interleaved heads."""
     results = {row.result for row in check(define(tmp_path, RIGHT.replace(old, new)))}
     assert old in RIGHT and results <= {"passed", "unknown"}

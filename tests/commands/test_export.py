@@ -120,7 +120,7 @@ def test_a_timm_model_goes_back_to_timm_and_to_torch(tmp_path):
     assert content["architecture"] == "vit_tiny_patch16_224"
 
 
-def test_transform_that_timm_makes_is_ours(tmp_path):
+def test_timm_makes_our_transform_from_an_export(tmp_path):
     run = save(tmp_path / "run", {}, replace(RGB, interpolation="bilinear"))
     (folder,) = write_exports(load(run, "cpu"), ExportConfig(formats=("timm",)))
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)

@@ -126,7 +126,7 @@ def train() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("count", [1, 9, 1234])
-def test_shapes_types_and_balance_whatever_the_global_generator(count):
+def test_shapes_have_the_same_types_and_balance_whatever_the_global_generator(count):
     torch.manual_seed(0)
     images, labels, masks = first = draw_shapes(count, seed=3)
     state = torch.manual_seed(1).get_state()

@@ -437,7 +437,7 @@ def test_copies_of_a_picture_are_on_one_side_of_each_split(
     assert list_folder(data, train=True).fingerprint != before  # so that no run mixes two splits
 
 
-def test_copies_among_the_user_s_own_parts_stay_and_are_counted(
+def test_copies_among_the_users_own_parts_stay_and_are_counted(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(root / "train" / "cat" / "00.png", root / "test" / "cat" / "24.png")

@@ -191,7 +191,7 @@ def test_neighbours_in_balanced_batches_are_any_two_images(classes):
     assert chisquare(pairs, likely).pvalue > 1e-3
 
 
-def test_weights_are_scikit_learn_s():
+def test_weights_of_classes_are_those_of_scikit_learn():
     expected = compute_class_weight("balanced", classes=np.arange(4), y=LABELS.numpy())
     weights = class_weights(COUNTS)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))

@@ -61,7 +61,7 @@ def test_others_hear_what_the_main_process_has_found_or_that_it_failed() -> None
     assert ended.value.code == 2 and entered == []
 
 
-def test_parts_of_a_batch_are_equal_and_make_it_up() -> None:
+def test_parts_of_a_batch_are_equal_and_together_the_batch() -> None:
     batch = torch.arange(12)
     parts = [World(rank, 3).part(batch) for rank in range(3)]
     assert {len(part) for part in parts} == {4}

@@ -86,7 +86,7 @@ def test_a_restart_by_torchrun_overwrites_nothing(
         train(config, overwrite=True)
 
 
-def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_openmp_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert cores_to_use() == 1
     for no_limit in ("1000000", "", "0", "many"):

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import vit
-from models import PLAIN, randomize
+from models import PLAIN, names, randomize
 from vit.classifier import Classifier
 from vit.colours import colour_map
 from vit.data.config import DataConfig
@@ -19,7 +19,7 @@ from vit.explain.explanation import NARROWEST, PANEL, ZOOM, Explanation
 from vit.explain.maps import MAP_KINDS, attention_maps, bar_of
 from vit.model.vit import VisionTransformer
 
-CLASSES = tuple(f"class {number}" for number in range(7))
+CLASSES = names(7)
 
 
 def draw_photo(height: int, width: int) -> np.ndarray:

@@ -151,7 +151,7 @@ def test_masks_show_the_tokens_before_and_those_that_are_real():
 
 
 @pytest.mark.parametrize("kind", ["vit", "timm"])
-def test_masks_as_people_write_them_are_those_of_torch_and_notebooks(kind):
+def test_masks_may_be_written_as_in_torch_and_in_notebooks(kind):
     """Boolean ones of any shape that broadcasts, ones and zeros, and what is added to scores."""
     module, x = draw_attention(12, 3), draw_tokens()
     if kind == "timm":

@@ -111,7 +111,7 @@ def test_positions_compose(kind: str, attention: str) -> None:
     assert unused == []
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_positions_are_refused() -> None:
     for arguments, words in (
         ({"rel_pos": "swirl"}, "not one of none, bias, rope, relative"),
         ({"rel_pos": "bias"}, "needs grid"),

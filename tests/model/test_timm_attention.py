@@ -165,7 +165,7 @@ def test_heads_are_muted_and_patches_left_out(model: dict[str, Any]) -> None:
 
 
 @with_models
-def test_every_kind_of_map(model: dict[str, Any]) -> None:
+def test_every_kind_of_map_is_finite_and_not_constant(model: dict[str, Any]) -> None:
     timms = build(model)
     images = images_for(timms)
     logits, maps = attention_maps(timms, images, list(MAP_KINDS))
@@ -175,7 +175,7 @@ def test_every_kind_of_map(model: dict[str, Any]) -> None:
         assert found.isfinite().all() and found.std() > 1e-3
 
 
-def test_table_of_the_documentation() -> None:
+def test_the_table_in_the_docs_is_that_of_the_families() -> None:
     lines = ["| models | timm class | attention |", "|---|---|---|"]
     for names, members in FAMILIES.items():
         models = [build(member) for member in members]

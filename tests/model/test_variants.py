@@ -548,7 +548,8 @@ def test_attention_is_told_the_grid(attention):
 
 
 def test_an_attention_that_takes_no_float_mask_is_refused_with_a_bias(tmp_path, registry):
-    write_own(tmp_path / "own.py", "return (weights * ~mask) @ value, weights")
+    line = "return (weights if mask is None else weights * ~mask) @ value, weights"
+    write_own(tmp_path / "own.py", line)
     config = small_run(tmp_path / "run", "own.py:mine")
     check_config(config)
     with pytest.raises(ValueError, match=r"own.py:mine gives TypeError: .*[(]own.py, line 4[)]"):

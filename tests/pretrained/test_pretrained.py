@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from models import randomize, save_untrained
+from models import names, randomize, save_untrained
 from small_runs import Payload, assert_same, begin, small
 from vit.classifier import build_model
 from vit.commands.train import load_data, train
@@ -74,10 +74,6 @@ def source_of(model: nn.Module, **values: Any) -> Pretrained:
     return Pretrained("timm's", settings, model.state_dict(), (3, side, side), **values)
 
 
-def names(count: int) -> tuple[str, ...]:
-    return tuple(f"class {number}" for number in range(count))
-
-
 SHARED_BIAS = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}
 SAME: list[tuple[str, dict[str, Any], str]] = [  # arguments of timm, and positions in attention
     (TINY, {"act_layer": "gelu_tanh"}, "none"),
@@ -101,7 +97,7 @@ SAME: list[tuple[str, dict[str, Any], str]] = [  # arguments of timm, and positi
 
 
 @pytest.mark.parametrize(("name", "arguments", "kind"), SAME)
-def test_ours_gives_timms_logits(name, arguments, kind, tmp_path):
+def test_our_model_gives_the_logits_of_timms(name, arguments, kind, tmp_path):
     """From a folder as timm saves it, with a grid that is not square."""
     arguments = VIT | {"img_size": (24, 40), "init_values": 0.1} | arguments
     theirs = randomize(timm.create_model(name, num_classes=7, **arguments), 0.2)
@@ -181,7 +177,7 @@ def test_architecture_is_inferred_from_a_state_dict(name):
     assert ("rel_pos=" in source.notes[0]) == is_rope
 
 
-def test_heads_are_inferred_where_their_norms_tell():
+def test_the_number_of_heads_follows_from_the_width_of_their_norms():
     model = draw_timm(TINY, **SMALL_TIMM, qk_norm=True)
     source = complete("x", model.state_dict(), ModelConfig(num_heads=2))
     assert source.settings["num_heads"] == 3
@@ -586,7 +582,7 @@ def test_a_classifier_of_another_width_is_left_out(tmp_path):
     assert "without the classifier, which reads more than one token" in account
 
 
-def test_pooling_that_a_bare_file_does_not_tell_is_the_configs(files):
+def test_pooling_that_a_bare_file_does_not_tell_is_that_of_the_config(files):
     name = str(files / "bare.safetensors")
     for pool in ("token", "avg"):
         model = ModelConfig(pretrained=name, global_pool=pool)
@@ -595,7 +591,7 @@ def test_pooling_that_a_bare_file_does_not_tell_is_the_configs(files):
         assert f"global_pool={pool}" in source.notes[0]
 
 
-def test_arguments_come_from_the_folder_and_the_users_win(files):
+def test_arguments_come_from_the_folder_unless_the_user_gives_them(files):
     changes = {"drop_path_rate": 0.2, "patch_size": 4}
     config = timm_run(files / "saved", TINY, changes)
     found, source = resolve_pretrained(config, None)

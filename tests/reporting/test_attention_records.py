@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from models import PLAIN, randomize
+from models import PLAIN, names, randomize
 from small_runs import load, make_loop, small
 from vit.classifier import Classifier
 from vit.commands.config import MapsConfig
@@ -67,8 +67,7 @@ def make_classifier(kind: str, num_classes: int) -> Classifier:
 
 
 def images_of(num_classes: int) -> ImageSet:
-    classes = tuple(f"class {number}" for number in range(num_classes))
-    return replace(SHAPES, labels=SHAPES.labels % num_classes, classes=classes)
+    return replace(SHAPES, labels=SHAPES.labels % num_classes, classes=names(num_classes))
 
 
 def make(classifier: Classifier, images: ImageSet, **options: Any) -> list[Record]:
@@ -330,7 +329,7 @@ def test_logging_attention_takes_a_tenth_of_a_run_by_images_and_tokens(
 # What eval.py RUN maps writes
 
 
-def test_eval_writes_records_of_the_images_asked_for(
+def test_the_command_writes_records_of_the_images_that_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

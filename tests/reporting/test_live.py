@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from werkzeug.test import Client
 
 from attention_tab import plugin_of
+from models import names
 from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
@@ -73,7 +74,7 @@ def trained(name: str) -> nn.Module:
 
 
 def classifier_of(model: nn.Module) -> Classifier:
-    classes = tuple(f"class {number}" for number in range(model.get_classifier().out_features))
+    classes = names(model.get_classifier().out_features)
     return Classifier(model.eval(), RGB, classes, torch.device("cpu"), torch.float32)
 
 

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor
 
-from models import grey_classifier, randomize, save_untrained
+from models import grey_classifier, save_untrained
 from vit.classifier import Classifier
 from vit.commands.compare import as_text, differences, name_architectures
 from vit.commands.compare import run as compare_runs
@@ -51,7 +51,8 @@ def test_worst_mistakes_are_wrong_and_the_surest_first():
 def mistakes() -> tuple[Classifier, ImageSet]:
     """A classifier of grey images that are not square, and images it classifies."""
     classifier = grey_classifier()
-    randomize(classifier.model, 0.3)
+    for parameter in classifier.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     images = torch.randint(256, (3, 1, 16, 24), dtype=torch.uint8)
     return classifier, ImageSet(images, torch.tensor([0, 1, 2]), classifier.classes)
 

@@ -47,7 +47,7 @@ def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
 SPENT = {"training": {"seconds": 62.0, "pflop": 0.0123, "of_products": 0.25}}
 
 
-def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
+def test_the_last_lines_have_balanced_accuracy_if_classes_differ_in_size() -> None:
     logits = torch.eye(2)[torch.tensor([0, 0, 0, 1])]
     for labels, expected in (([0, 0, 0, 1], True), ([0, 1, 0, 1], False)):
         result = report(logits, torch.tensor(labels), ("a", "b"))

@@ -30,7 +30,7 @@ def test_every_combination_of_size_and_mixing_is_a_phase() -> None:
     assert [schedule.mixes(phase.start) for phase in phases] == [True, True, False]
 
 
-def test_rates_by_hand() -> None:
+def test_learning_rates_by_hand() -> None:
     """They rise over the warmup and fall to zero after the last step."""
     linear = [1 / 4, 2 / 4, 3 / 4, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]
     half = math.sqrt(0.5)
