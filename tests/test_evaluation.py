@@ -258,15 +258,10 @@ def test_table_has_a_row_for_each_class_and_aligned_columns() -> None:
     assert f" {result['balanced_accuracy']:.2%}, " in lines[2]
     assert f" {result['macro_f1']:.4f}, " in lines[3]
     cells = [line.split("   ") for line in lines[7:]]  # recall, precision, images, confused with
+    cut = f"{'a' * 40}..."
     assert [[cell.strip() for cell in row if cell] for row in cells] == [
-        [
-            "airplane",
-            "87.0% (67.9% to 95.5%)",
-            "100.0% (83.9% to 100.0%)",
-            "23",
-            f"{'a' * 40}... (3)",
-        ],
-        [f"{'a' * 40}...", "0.0% (0.0% to 32.4%)", "0.0% (0.0% to 56.1%)", "8", "cafe\u0301 (8)"],
+        ["airplane", "87.0% (67.9% to 95.5%)", "100.0% (83.9% to 100.0%)", "23", f"{cut} (3)"],
+        [cut, "0.0% (0.0% to 32.4%)", "0.0% (0.0% to 56.1%)", "8", "cafe\u0301 (8)"],
         ["ねこ", "–", "–", "0", "–"],
         ["cafe\u0301", "–", "0.0% (0.0% to 32.4%)", "0", "–"],
         ["e", "–", "–", "0", "–"],

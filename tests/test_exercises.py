@@ -69,9 +69,8 @@ def test_templates_ask_for_what_is_missing_and_solutions_pass(
     (row,) = rows_of((FOLDER / file).read_text(encoding="utf-8"), name, tmp_path).values()
     assert "NotImplementedError" in row.advice and "return" in row.advice
     rows = rows_of(solve(file, body), name, tmp_path)
-    assert {row.result for row in rows.values()} == {
-        "passed"
-    } and "equals torch's attention" in rows
+    assert {row.result for row in rows.values()} == {"passed"}
+    assert "equals torch's attention" in rows
 
 
 def test_wrong_solutions_are_marked_as_the_page_says(tmp_path: Path) -> None:

@@ -202,9 +202,8 @@ def test_faithfulness_is_measured_unless_images_are_chosen(call, demo, tmp_path,
 
     monkeypatch.setattr("vit.commands.maps.score_maps", measure)
     for number, words in enumerate([("--indices", 3), ("--probes", 1)]):
-        assert (
-            call(demo, "maps", *words, "--kinds", "raw", "--out", tmp_path / str(number)).code == 0
-        )
+        ended = call(demo, "maps", *words, "--kinds", "raw", "--out", tmp_path / str(number))
+        assert ended.code == 0
     assert counts == [500]
 
 

@@ -162,9 +162,8 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_work(
         out = f"{place}/table.csv" if words[0] == "predict" else place
         ended = call(trained / "run", *(names.get(word, word) for word in words), "--out", out)
         assert (ended.code, ended.out) == (2, "")
-        assert ended.error.startswith(
-            f"error: out: cannot write to {place.removesuffix('/here')} ("
-        )
+        named = place.removesuffix("/here")
+        assert ended.error.startswith(f"error: out: cannot write to {named} (")
         assert ended.error.endswith("; use another --out\n") and ended.error.count("\n") == 1
         if words == ("report",):
             with pytest.raises(ValueError, match=rf"^out: cannot write to {place}/run "):

@@ -217,9 +217,8 @@ def test_arrays_images_and_files_are_converted_or_refused(tmp_path: Path) -> Non
     words = r"^photo: .*colour\.png has 3 channels, but the model takes 2 \("
     with pytest.raises(ValueError, match=words):
         to_photo(tmp_path / "colour.png", 2)
-    assert (
-        to_photo(photo(12, 9, 1)[..., 0], 1).shape == to_photo(photo(12, 9), 1).shape == (12, 9, 1)
-    )
+    for pixels in (photo(12, 9, 1)[..., 0], photo(12, 9)):
+        assert to_photo(pixels, 1).shape == (12, 9, 1)
     assert to_photo(photo(12, 9, 5), 5).shape == (12, 9, 5)
     for wrong, words in (
         (photo(12, 9, 1), "the array has 1 channel, but the model takes 5"),

@@ -45,10 +45,8 @@ def test_a_frozen_backbone_keeps_everything_but_the_head(tmp_path, name):
     config = frozen(tmp_path, augment={"crop_padding": 2}, optim={"name": name, "layer_decay": 0.7})
     step = make_step(config)
     assert step.features is None  # cropped differently in every epoch
-    model, before = (
-        step.state.model,
-        {k: v.clone() for k, v in step.state.model.state_dict().items()},
-    )
+    model = step.state.model
+    before = {k: v.clone() for k, v in model.state_dict().items()}
     train_steps(step, 3)
     changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == {"head.weight", "head.bias"}  # batch-norm statistics stay too

@@ -303,14 +303,12 @@ def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
     monkeypatch.setattr(World, "agree", lambda _, choice: choice)  # the other process is not there
     gpu = torch.device("cuda")
-    assert not needs_shards("auto", World(0, 2), gpu, 10**9) and needs_shards(
-        "auto", World(0, 2), gpu, 3 * 10**9
-    )
-    assert not needs_shards("auto", World(0, 2), CPU, 3 * 10**9)
-    assert needs_shards("shard", World(0, 2), CPU, 10) and not needs_shards(
-        "shard", World(0, 1), CPU, 10
-    )
-    assert not needs_shards("replicate", World(0, 2), gpu, 3 * 10**9)
+    for choice, size, device, weights, expected in (
+        ("auto", 2, gpu, 10**9, False), ("auto", 2, gpu, 3 * 10**9, True),
+        ("auto", 2, CPU, 3 * 10**9, False), ("shard", 2, CPU, 10, True),
+        ("shard", 1, CPU, 10, False), ("replicate", 2, gpu, 3 * 10**9, False),
+    ):  # fmt: skip
+        assert needs_shards(choice, World(0, size), device, weights) == expected
 
 
 def test_a_hybrid_run_of_an_earlier_version_loads() -> None:

@@ -58,9 +58,8 @@ def test_the_last_lines_have_balanced_accuracy_if_classes_differ_in_size() -> No
     few = {"training": {**SPENT["training"], "pflop": 0.0000123}}
     assert ", 0.0123 TFLOP at " in end_text(Path("runs/x"), result | few, True, "dot")
     unknown = {"training": {**SPENT["training"], "pflop": None}}
-    assert "\ntime     1:02 of training\n" in end_text(
-        Path("runs/x"), result | unknown, True, "dot"
-    )
+    text = end_text(Path("runs/x"), result | unknown, True, "dot")
+    assert "\ntime     1:02 of training\n" in text
 
 
 def test_suggested_commands_can_be_copied_into_a_shell(tmp_path: Path) -> None:
