@@ -86,6 +86,14 @@ def call(
     return run
 
 
+@pytest.fixture(scope="module")
+def few_test_images() -> Iterator[None]:
+    """Test models with 200 drawn shapes instead of 2,000."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vit.data.shapes.TEST", 200)
+        yield
+
+
 @pytest.fixture(params=["written", "fused"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let attention run as it is written, or on torch's fused kernel, whatever is faster."""

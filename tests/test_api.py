@@ -14,6 +14,8 @@ from small_runs import load
 from vit.commands.config import ReportConfig
 from vit.commands.report import run as evaluate_run
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,7 +35,7 @@ def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> 
     expected = evaluate_run(str(run), options)
     test = load("shapes", "", train=False)
     for found in (vit.evaluate(classifier), vit.evaluate(classifier, test)):
-        assert (found["n"], found["loss"]) == (2000, pytest.approx(expected["loss"], rel=1e-6))
+        assert (found["n"], found["loss"]) == (200, pytest.approx(expected["loss"], rel=1e-6))
     assert vit.evaluate(classifier, test.select(torch.arange(10)), batch_size=3)["n"] == 10
     with pytest.raises(ValueError, match=r"^classes: .* those of the model, in its order"):
         vit.evaluate(classifier, dataclasses.replace(test, classes=test.classes[::-1]))

@@ -32,6 +32,8 @@ from vit.reporting.calibration import make_sets, measure_sets, sets_table
 from vit.reporting.loading import load_test
 from vit.reporting.unfamiliar import load_unfamiliar
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
+
 
 def calibrated_case(count: int, classes: int = 10, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return logits whose softmax is the true distribution of the labels, and the labels."""

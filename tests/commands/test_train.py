@@ -53,7 +53,7 @@ from vit.training import build
 from vit.training.build import TIMED_STEPS, WARMUP_STEPS
 from vit.training.start import explained
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_test_images")]
 
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 
@@ -100,7 +100,7 @@ def test_run_folder_holds_what_readme_promises(finished: Finished) -> None:
     assert {p.name for p in (run / "eval").glob("*.png")} == {
         "confusion_matrix.png", "mistakes.png", "reliability.png"
     }  # fmt: skip
-    assert len((run / "eval/predictions.csv").read_text().splitlines()) == 1 + 2000
+    assert len((run / "eval/predictions.csv").read_text().splitlines()) == 1 + 200
     assert not (run / "split.csv").exists()  # its images are drawn, not the user's files
     logged = events(run)
     for tag in ("train/loss", "train/accuracy", "train/lr", "val/loss", "val/accuracy"):

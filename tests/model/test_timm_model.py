@@ -29,6 +29,7 @@ from vit.model.vit import VisionTransformer
 from vit.training.optim import build_optimizers
 from vit.training.start import check_config
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 RESNET = {"model": {"name": "timm:test_resnet"}, "optim": {"name": "adamw"}}

@@ -63,6 +63,7 @@ from vit.seeding import generator
 from vit.training.optim import build_optimizers
 from vit.training.start import check_config
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
 NAMES = [name for name in ATTENTION if name != "dot"]

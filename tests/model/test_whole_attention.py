@@ -25,6 +25,7 @@ from vit.pretrained.load import load
 from vit.reporting.live import graph_of
 from vit.run.checkpoint import checkpoint_paths
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
 B, N, D = 2, 17, 48
 GRID = 4, 4  # and a class token
 SIZES = {"img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 10, "embed_dim": D}

@@ -44,6 +44,7 @@ from vit.run.folder import prepare_run, unfinished_config
 from vit.training.build import build_step
 from vit.training.start import check_config
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
 TINY = "vit_tiny_patch16_224"
 ARCHITECTURES = (
     TINY,

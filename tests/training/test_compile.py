@@ -20,6 +20,7 @@ from vit.training.build import MANY_STEPS, choose_compilation, compiled, missing
 from vit.training.loop import evaluating
 from vit.training.step import TrainingStep
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
 CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
 
 
@@ -127,7 +128,7 @@ def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
     with monkeypatch.context() as patch:
         patch.setattr(Classifier, "logits", evaluated)
         train(whole)
-    assert {*sizes} == {16, 2000}  # held-out images, and test images
+    assert {*sizes} == {16, 200}  # held-out images, and test images
     assert "float32, compiled\n" in capsys.readouterr().out
     losses = [
         [row["train/loss"] for row in metrics(Path(run.out)) if "train/loss" in row]

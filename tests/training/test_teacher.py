@@ -20,6 +20,7 @@ from vit.run.checkpoint import CHECKPOINT_FOLDER, Checkpoint, save_checkpoint
 from vit.training.build import build_step
 from vit.training.teacher import may_have_seen, warn_of_seen_images
 
+pytestmark = pytest.mark.usefixtures("few_test_images")
 PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
 
 
