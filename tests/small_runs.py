@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,12 @@ def tiny(out: Path, root: Path, **changes: dict[str, Any]) -> Config:
     }
     parts = {part: {**values, **changes.get(part, {})} for part, values in parts.items()}
     return Config(**{"out": str(out), **parts})
+
+
+def changed(config: Config, **groups: dict[str, Any]) -> Config:
+    """Replace fields in groups of a config."""
+    parts = {name: replace(getattr(config, name), **fields) for name, fields in groups.items()}
+    return replace(config, **parts)
 
 
 def draw_pictures(

@@ -1,7 +1,6 @@
 """Processes that train together, started by tests."""
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -80,7 +79,3 @@ def keep_losses(loop: Loop) -> dict[int, Tensor]:
 
     loop.write_checkpoint = keep
     return losses
-
-
-def with_parallel(config: Config, parallel: Any) -> Config:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=parallel))

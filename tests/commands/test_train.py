@@ -23,6 +23,7 @@ from small_runs import (
     STEPS,
     Clock,
     begin,
+    changed,
     events,
     make_loop,
     make_state,
@@ -258,9 +259,9 @@ def test_the_epochs_that_a_budget_buys_choose_its_settings(
             run, data={"train_size": images}, train=budget, track={"probes": 0},
             augment={"crop_padding": 0}, model={"patch_size": 8},
         )  # fmt: skip
-        fewer = replace(config, augment=replace(config.augment, crop_padding=3))
+        fewer = changed(config, augment={"crop_padding": 3})
         plans = {0.0: fewer, 20.0: config}
-        bad = replace(config, model=replace(config.model, num_heads=5))
+        bad = changed(config, model={"num_heads": 5})
         with pytest.raises(ValueError, match="num_heads: 5 does not divide"):
             train(config, plans={0.0: bad})
         assert not run.exists()

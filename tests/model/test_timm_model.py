@@ -1,7 +1,6 @@
 """Models of timm: built, trained, resumed, evaluated; test_timm_attention.py reads attention."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from models import PLAIN, randomize
-from small_runs import metrics
+from small_runs import changed, metrics
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.commands.config import MapsConfig, PhotoConfig, ReportConfig
@@ -178,6 +177,6 @@ def test_a_model_whose_patches_are_not_square_is_trained_and_logged(tmp_path: Pa
     """Without the distance of attention, which is in patches of one size."""
     parts = {"model": {"name": VIT["model"]["name"], "timm_args": {**TINY, "patch_size": [8, 4]}}}
     run = config(tmp_path / "run", parts)
-    train(replace(run, train=replace(run.train, epochs=1, small_share=0.0)))
+    train(changed(run, train={"epochs": 1, "small_share": 0.0}))
     logged = {tag for row in metrics(tmp_path / "run") for tag in row}
     assert "attention/entropy/layer_00" in logged and "attention/distance/layer_00" not in logged

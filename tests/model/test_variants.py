@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from models import PLAIN, draw, randomize
-from small_runs import UNIFORM, small
+from small_runs import UNIFORM, changed, small
 from vit.classifier import Classifier
 from vit.cli import eval_main, train_main
 from vit.commands.check import check
@@ -267,8 +267,8 @@ def test_only_a_file_that_the_caller_names_is_executed(tmp_path, registry, monke
 
     run, proof = tmp_path / "run", tmp_path / "proof"
     plain = small_run(run, "dot")
-    fine = replace(plain, model=replace(plain.model, pretrained="first"))
-    hostile = replace(fine, model=replace(fine.model, attention="run/data/mine.py:cube"))
+    fine = changed(plain, model={"pretrained": "first"})
+    hostile = changed(fine, model={"attention": "run/data/mine.py:cube"})
     shutil.copytree(first.out, run)
     (run / "data").mkdir()
     (run / "data/mine.py").write_text(
@@ -288,7 +288,7 @@ def test_only_a_file_that_the_caller_names_is_executed(tmp_path, registry, monke
     assert not proof.exists()
 
     # A file of the same name that the caller names takes its place, whatever its folder.
-    named = replace(fine, model=replace(fine.model, attention="mine.py:cube"))
+    named = changed(fine, model={"attention": "mine.py:cube"})
     train(replace(named, out="second"))
     train(named, overwrite=True)
     (run / "model.safetensors").unlink()
@@ -436,16 +436,11 @@ def test_attention_is_checked_with_all_numbers_of_tokens_of_a_run(tmp_path, regi
     whole = replace(small_run(tmp_path / "run", "table.py:Table"), model=ModelConfig(
         attention="table.py:Table", patch_size=4
     ))  # fmt: skip
-    check_config(replace(whole, train=replace(whole.train, small_share=0.0)))
+    check_config(changed(whole, train={"small_share": 0.0}))
     for share, scale, patch in ((0.5, 0.75, 4), (0.0, 1.0, 8)):
-        config = replace(
-            whole,
-            train=replace(whole.train, small_share=share, small_scale=scale),
-            model=replace(whole.model, patch_size=patch),
-        )
-        message = "[(]table.py, line 8[)]"
-        with pytest.raises(ValueError, match=message) as caught:
-            check_config(config)
+        sizes = {"small_share": share, "small_scale": scale}
+        with pytest.raises(ValueError, match=r"\(table\.py, line 8\)") as caught:
+            check_config(changed(whole, train=sizes, model={"patch_size": patch}))
         assert str(caught.value).endswith("no fewer") == (share > 0)
 
 
@@ -455,13 +450,8 @@ def test_uniform_attention_is_trained_and_logged(tmp_path, registry, monkeypatch
     (tmp_path / "uniform.py").write_text(UNIFORM)
     load_attention("uniform.py:Uniform")
     config = small_run(tmp_path / "run", "uniform.py:Uniform")
-    config = replace(
-        config,
-        model=replace(config.model, qk_norm=True),
-        track=replace(config.track, probes=2),
-        optim=OptimConfig(name="muon"),
-    )
-    train(config)
+    track, optim = {"probes": 2}, {"name": "muon"}
+    train(changed(config, model={"qk_norm": True}, track=track, optim=optim))
     classifier = load(tmp_path / "run")
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     _, maps = classifier.maps(images, tuple(ALL_KINDS))
@@ -554,7 +544,7 @@ def test_an_attention_that_takes_no_float_mask_is_refused_with_a_bias(tmp_path, 
     config = small_run(tmp_path / "run", "own.py:mine")
     check_config(config)
     with pytest.raises(ValueError, match=r"own.py:mine gives TypeError: .*[(]own.py, line 4[)]"):
-        check_config(replace(config, model=replace(config.model, rel_pos="bias")))
+        check_config(changed(config, model={"rel_pos": "bias"}))
 
 
 class Bilinear(nn.Module):

@@ -13,7 +13,7 @@ import safetensors.torch
 import timm
 import torch
 
-from small_runs import Payload
+from small_runs import Payload, changed
 from vit.classifier import Classifier, build_model
 from vit.config import Config, to_dict
 from vit.data.preprocess import Preprocess
@@ -35,8 +35,7 @@ PREPROCESS = Preprocess((32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bilinear")
 
 @pytest.fixture
 def config() -> Config:
-    config = Config()
-    return replace(config, model=replace(config.model, embed_dim=24, depth=1))
+    return changed(Config(), model={"embed_dim": 24, "depth": 1})
 
 
 def new_classifier(config: Config) -> Classifier:
@@ -150,7 +149,7 @@ def test_no_flipped_bit_and_no_cut_is_overlooked(config: Config, tmp_path: Path)
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(config: Config, tmp_path: Path) -> None:
-    wider = replace(config, model=replace(config.model, embed_dim=48))
+    wider = changed(config, model={"embed_dim": 48})
     save_model(tmp_path / "model.safetensors", new_classifier(config), wider, step=0)
     with pytest.raises(ValueError, match="do not fit"):
         load_model(tmp_path)

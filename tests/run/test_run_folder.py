@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from small_runs import small
+from small_runs import changed, small
 from vit.commands.train import train
 from vit.config import Config, to_dict
 from vit.run.checkpoint import Checkpoint, save_checkpoint
@@ -56,11 +55,6 @@ def unfinished(tmp_path: Path) -> Config:
     return begin(Config(out=str(tmp_path / "run")))
 
 
-def changed(config: Config, groups: dict[str, dict[str, Any]]) -> Config:
-    parts = {name: replace(getattr(config, name), **fields) for name, fields in groups.items()}
-    return replace(config, **parts)
-
-
 OTHER_RUN = [
     ("model", "depth", 3), ("data", "val_size", 5), ("train", "batch_size", 64),
     ("train", "seed", 1), ("train", "freeze", "backbone"), ("optim", "name", "adamw"),
@@ -92,8 +86,8 @@ def test_changes_are_refused_unless_allowed_and_always_those_of_another_run(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     base = Config(out=str(tmp_path / "run"))
-    begin(changed(base, began))
-    resume = partial(check_run, changed(base, goes_on), False, HOW | where)
+    begin(changed(base, **began))
+    resume = partial(check_run, changed(base, **goes_on), False, HOW | where)
     for allow_changes in (False, True):
         if words is None or (allow_changes and "other data" not in words):
             found = resume(allow_changes)
@@ -117,10 +111,10 @@ def test_a_run_that_was_being_replaced_can_be_started_again(
 
 
 def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) -> None:
-    changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
-    prepare_run(changed, resume=True, step=7)
-    run = prepare_run(changed, resume=True, step=8)  # nothing has changed
-    prepare_run(replace(changed, optim=replace(changed.optim, clip_grad=1.0)), resume=True, step=9)
+    slower = changed(unfinished, optim={"lr": 1e-4})
+    prepare_run(slower, resume=True, step=7)
+    run = prepare_run(slower, resume=True, step=8)  # nothing has changed
+    prepare_run(changed(slower, optim={"clip_grad": 1.0}), resume=True, step=9)
     assert (run / "config.yaml").read_text().splitlines()[:3] == [
         "# changed after step 7: optim.lr: 0.002 -> 0.0001",
         "# changed after step 9: optim.clip_grad: None -> 1.0",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from small_runs import UNIFORM, StopAt, load, make_step, small
+from small_runs import UNIFORM, StopAt, changed, load, make_step, small
 from vit.config import Config, StoredConfig, to_dict
 from vit.distributed.shard import needs_shards, replicate, to_full
 from vit.distributed.world import Stopped, World
@@ -31,7 +31,7 @@ from vit.settings import parse
 from vit.training.build import missing_tool
 from vit.training.loop import Loop
 from vit.training.step import TrainingStep
-from worlds import in_world, keep_losses, loop_of, with_parallel
+from worlds import in_world, keep_losses, loop_of
 
 CPU = torch.device("cpu")
 LOSS = 1e-4  # difference of losses that rounding explains
@@ -68,12 +68,10 @@ def trace_blocks() -> None:
 def train_all(world: World, folder: Path) -> None:
     """Train in all ways in which processes can share a model."""
     for kind in KINDS:
-        config = with_parallel(short(folder / kind), KINDS[kind])
+        config = short(folder / kind, train={"parallel": KINDS[kind]})
         if kind == "compiled":
             trace_blocks()
-            config = dataclasses.replace(
-                config, train=dataclasses.replace(config.train, compile=True)
-            )
+            config = changed(config, train={"compile": True})
         loop = loop_of(config, world)
         if kind == "overlapping":  # gradients are averaged during the backward pass, as on a GPU
             loop.step = dataclasses.replace(loop.step, forward=replicate(loop.step.forward))
@@ -82,7 +80,7 @@ def train_all(world: World, folder: Path) -> None:
         train_and_write(world, loop, folder / f"{kind}.pt")
     for parallel in ("replicate", "shard"):  # with batch norm and learned positions
         out = folder / f"bfloat16_{parallel}"
-        config = with_parallel(short(out, model={"stem": "conv"}, train={"epochs": 1}), parallel)
+        config = short(out, model={"stem": "conv"}, train={"epochs": 1, "parallel": parallel})
         loop = loop_of(config, world, precision=torch.bfloat16)
         train_and_write(world, loop, out.with_suffix(".pt"))
 
@@ -117,9 +115,9 @@ def train_uniform(world: World, folder: Path) -> None:
         config = short(
             folder / kind,
             model={"attention": "unused.py:Uniform", "qk_norm": True},
-            train={"epochs": 1},
+            train={"epochs": 1, "parallel": KINDS.get(kind, "auto")},
         )
-        loop = loop_of(with_parallel(config, KINDS.get(kind, "auto")), world)
+        loop = loop_of(config, world)
         if kind == "overlapping":
             forward = replicate(loop.step.forward, unused=True)
             loop.step = dataclasses.replace(loop.step, forward=forward)
@@ -212,7 +210,7 @@ def train_to(world: World, config: Config, steps: int) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that two processes have stopped in mid-epoch, with checkpoints of steps 6 and 8."""
     folder = tmp_path_factory.mktemp("sharded")
-    in_world(2, folder, train_to, with_parallel(short(folder / "run"), "shard"), 8)
+    in_world(2, folder, train_to, short(folder / "run", train={"parallel": "shard"}), 8)
     return folder / "run"
 
 
@@ -220,7 +218,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_another_number_of_processes_goes_on(
     expected: dict[str, Tensor], saved: Path, tmp_path: Path
 ) -> None:
-    config = with_parallel(short(tmp_path / "run"), "shard")
+    config = short(tmp_path / "run", train={"parallel": "shard"})
     shutil.copytree(saved, config.out)
     assert checkpoint_steps(tmp_path / "run") == [6, 8]
     found = alone(config, tmp_path / "one.pt")
@@ -241,8 +239,7 @@ def test_parts_are_read_without_what_the_run_did_not_have(
     states = []
     for decay in (None, 0.9):
         config = short(tmp_path / str(decay), model={"attention": "unused.py:Uniform"})
-        optim = dataclasses.replace(config.optim, ema_decay=decay)
-        loop = loop_of(dataclasses.replace(config, optim=optim), World())
+        loop = loop_of(changed(config, optim={"ema_decay": decay}), World())
         states.append(loop.step.state)
         batches = loop.step.batches(loop.training, torch.arange(64).view(2, 32))
         for batch in batches if decay is None else ():

@@ -1,6 +1,5 @@
 """Compiled training: when it is chosen, that it computes the same, and that it resumes exactly."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from einops import rearrange
 
-from small_runs import CPU, assert_same_state, make_step, metrics, small
+from small_runs import CPU, assert_same_state, changed, make_step, metrics, small
 from vit.classifier import Classifier
 from vit.commands.train import train
 from vit.config import Config
@@ -80,17 +79,13 @@ def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
     config = tiny(tmp_path / "run")
     batch = torch.zeros(16, 3, 32, 32), torch.eye(10)[torch.arange(16) % 10]
     results = [
-        make_step(dataclasses.replace(config, train=with_compile(config, choice))).update(*batch)
+        make_step(changed(config, train={"compile": choice})).update(*batch)
         for choice in ("auto", False)
     ]
     assert torch.equal(*results)
-    asked = make_step(dataclasses.replace(config, train=with_compile(config, True)))
+    asked = make_step(changed(config, train={"compile": True}))
     with pytest.raises(RuntimeError, match="file too short"):
         asked.update(*batch)
-
-
-def with_compile(config: Config, value: Any) -> Any:
-    return dataclasses.replace(config.train, compile=value)
 
 
 def tiny(out: Path, **train: Any) -> Config:
@@ -145,7 +140,7 @@ def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(TrainingStep, "__call__", stop_early)
         train(parts)
-    train(dataclasses.replace(parts, train=with_compile(parts, "auto")))
+    train(changed(parts, train={"compile": "auto"}))
     assert "float32, compiled\n" in capsys.readouterr().out
     left, right = latest_checkpoint(Path(whole.out)), latest_checkpoint(Path(parts.out))
     assert left is not None and right is not None and left.environment["compiled"] is True

@@ -18,6 +18,7 @@ from small_runs import (
     STILL,
     Clock,
     assert_same_state,
+    changed,
     events,
     make_loop,
     make_step,
@@ -281,11 +282,8 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
 
 def bare_step(config: Config) -> TrainingStep:
     """Build a step on a few shapes whose learning rate is constant."""
-    config = replace(
-        config,
-        data=replace(config.data, name="shapes", train_size=64, val_size=0),
-        train=replace(config.train, batch_size=64, accumulate=1, whiten=False, device="cpu"),
-    )
+    train = {"batch_size": 64, "accumulate": 1, "whiten": False}
+    config = changed(config, data={"train_size": 64, "val_size": 0}, train=train)
     return replace(make_step(config), label_smoothing=0.0, clip_grad=None)
 
 

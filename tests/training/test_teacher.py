@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from small_runs import STILL, begin, make_state, make_step, small
+from small_runs import STILL, begin, changed, make_state, make_step, small
 from vit.classifier import Classifier, build_model
 from vit.commands.train import load_data, train
 from vit.config import Config, to_dict
@@ -65,7 +65,7 @@ def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
         optim={"teacher": path},
         train={"freeze": "backbone", "small_share": 0, "epochs": 1},
     )
-    alone = make_step(replace(config, optim=replace(config.optim, teacher=None)))
+    alone = make_step(changed(config, optim={"teacher": None}))
     assert alone.features is not None
     images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
     assert make_step(config).prepare(images, torch.zeros(2, dtype=torch.int64))[1].min() > 0
@@ -73,8 +73,8 @@ def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
     assert f"teacher  {path}, 50% of the target" in capsys.readouterr().out
     make_step(config)
     torch.nn.init.zeros_(model.head.weight)
-    changed = Classifier(model, PREPROCESS, tuple(KINDS), torch.device("cpu"), torch.float32)
-    save_model(Path(path), changed, small(tmp_path), 0)
+    other = Classifier(model, PREPROCESS, tuple(KINDS), torch.device("cpu"), torch.float32)
+    save_model(Path(path), other, small(tmp_path), 0)
     with pytest.raises(ValueError, match=rf"^optim.teacher: {path} has changed since the run"):
         make_step(config)
 
@@ -95,10 +95,10 @@ def test_a_teacher_of_other_images_is_refused(tmp_path, teacher, changes, messag
 
 def test_a_model_with_another_split_may_have_seen_held_out_images():
     own = Config(data={"name": "folder", "val_size": 0.2, "test_fraction": 0.3})
-    without = replace(own, data=replace(own.data, val_size=0))
+    without = changed(own, data={"val_size": 0})
     data = {"val_size": 0.1}, {"test_fraction": 0.1}, {"name": "table"}
-    others = [replace(own, data=replace(own.data, **changes)) for changes in data]
-    others.append(replace(own, train=replace(own.train, seed=1)))
+    others = [changed(own, data=changes) for changes in data]
+    others.append(changed(own, train={"seed": 1}))
     seen = [may_have_seen(other, own) for other in (own, *others)]
     assert seen == [False, True, True, False, True]
     seen = [may_have_seen(other, without) for other in (own, *others)]
@@ -151,4 +151,4 @@ def test_a_teacher_that_does_not_take_the_smaller_images_is_refused(tmp_path, te
         tmp_path / "run", optim={"teacher": path}, train={"small_scale": 0.7, "small_share": 0.5}
     )
     with pytest.raises(ValueError, match=r"does not take images of 22 x 22 pixels"):
-        make_step(replace(run, model=replace(run.model, patch_size=2)))
+        make_step(changed(run, model={"patch_size": 2}))
