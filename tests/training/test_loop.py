@@ -1,8 +1,11 @@
 """Steps and the loop: clipping, stopping and resuming at any step, skipping non-finite steps."""
 
+import contextlib
 import copy
 import math
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +35,8 @@ from vit.commands.train import train
 from vit.config import Config
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
-from vit.distributed.world import Diverged, Stopped, World
-from vit.evaluation import evaluate, with_statistics
+from vit.distributed.world import Diverged, Stopped, World, stop_on_signals
+from vit.evaluation import Validation, evaluate, with_statistics
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.state import TrainState
@@ -65,6 +68,33 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
         assert checkpoint_steps(tmp_path / f"stopped_{step}")[-1] == step
         assert_same_state(run_loop(config).step.state.state_dict(), alone)
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
+
+
+@pytest.mark.parametrize("at", [5, 15])
+def test_an_evaluation_that_a_signal_breaks_off_is_repeated(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an epoch and at the end: who sends SIGTERM may not wait for the rest of it."""
+    config, alone = (small(tmp_path / name, **BARE) for name in ("stopped", "alone"))
+    validate = Validation.run
+
+    def interrupted(self: Validation, classifier: Classifier, step: int) -> Iterator[Any]:
+        for value in validate(self, classifier, step):
+            yield value
+            if step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise AssertionError("goes on")
+
+    Path(config.out).mkdir()
+    with monkeypatch.context() as patch, stop_on_signals() as stop, pytest.raises(Stopped):
+        patch.setattr(Validation, "run", interrupted)
+        loop = make_loop(config, stop=stop)
+        with contextlib.closing(Tracker(Path(config.out), 0)) as loop.tracker:
+            loop.run()
+    assert checkpoint_steps(tmp_path / "stopped")[-1] == at
+    expected = run_loop(alone).step.state.state_dict()
+    assert_same_state(run_loop(config).step.state.state_dict(), expected)
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "alone")
 
 
 def test_validation_has_statistics_of_full_size(

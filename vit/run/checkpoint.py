@@ -29,7 +29,7 @@ from vit.run.sharded import delete, read_state, read_whole, write_folder
 
 CHECKPOINT_FOLDER = "checkpoints"
 STEP_PATTERN = "step_[0-9]*"  # of the names of checkpoints; those that are files end with .pt
-FOREIGN = "; to fine-tune the weights of a ViT, use train.py --model.pretrained FILE"
+FOREIGN = "; to fine-tune the weights of a ViT, use vit-train --model.pretrained FILE"
 KEEP = 2  # checkpoints; the older one is used if the newer cannot be read
 RETIRED = ("processes", "device", "precision")  # fields of version 0.1
 
@@ -86,6 +86,7 @@ class Checkpoint:
     costs: tuple[tuple[settings.FractionAbove0, StepSeconds], ...] = ()
     skipped: settings.Steps = 0  # steps whose loss or gradient was not finite
     skipped_in_a_row: settings.Steps = 0  # of the latest steps
+    unevaluated: bool = False  # a signal broke off the evaluation at this step
     num_images: settings.Steps = 0  # for training
     fingerprint: settings.Text = ""  # of the user's files, see `vit.data.images.user_files`
     environment: Environment = field(default_factory=Environment)

@@ -65,6 +65,9 @@ class Loop:
         """
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
         self._since, first = time.perf_counter(), state.step
+        if state.unevaluated:
+            self.evaluate()
+            self._save()
         if first == 0:
             self.evaluate()
             self._chosen = 0, self._seconds()
@@ -170,28 +173,43 @@ class Loop:
         bar.set_postfix_str(text)
 
     def evaluate(self) -> dict[str, float]:
-        """Run the evaluators that are due at this step; return the numbers they measured."""
-        step, numbers = self.step.state.step, dict[str, float]()
-        due = [evaluator for evaluator in self.evaluators if step in evaluator.steps]
+        """Run the evaluators that are due at this step; return the numbers they measured.
+
+        A signal breaks it off, because what sends it may not wait; the resumed run repeats it.
+        """
+        state, numbers = self.step.state, dict[str, float]()
+        state.unevaluated = False
+        due = [evaluator for evaluator in self.evaluators if state.step in evaluator.steps]
         if not due:
             return {}
         classifier = self.classifier()  # in all processes
         if self.tracker is None:
             return {}
-        with evaluating():
-            for evaluator in due:
-                begin = time.perf_counter()
-                try:
-                    for tag, value in evaluator.run(classifier, step):
-                        if isinstance(value, Summary) or np.ndim(value) == 3:
-                            self.tracker.show(step, tag, value)
-                        else:
-                            numbers[tag] = float(value)
-                except OSError as error:  # a full disk must not end the run
-                    warn(f"{evaluator.name} at step {step} is incomplete: {error}")
-                self._spent[evaluator.name] += time.perf_counter() - begin
+        try:
+            with evaluating(), self.stop.immediate():
+                for evaluator in due:
+                    numbers |= self._measure(evaluator, classifier, self.tracker)
+        except Stopped:
+            state.unevaluated = True
+            return {}
         if numbers:
-            self.tracker.scalars(step, numbers)
+            self.tracker.scalars(state.step, numbers)
+        return numbers
+
+    def _measure(
+        self, evaluator: Evaluator, classifier: Classifier, tracker: Tracker
+    ) -> dict[str, float]:
+        """Run an evaluator, log what it draws, and return the numbers."""
+        step, begin, numbers = self.step.state.step, time.perf_counter(), dict[str, float]()
+        try:
+            for tag, value in evaluator.run(classifier, step):
+                if isinstance(value, Summary) or np.ndim(value) == 3:
+                    tracker.show(step, tag, value)
+                else:
+                    numbers[tag] = float(value)
+        except OSError as error:  # a full disk must not end the run
+            warn(f"{evaluator.name} at step {step} is incomplete: {error}")
+        self._spent[evaluator.name] += time.perf_counter() - begin
         return numbers
 
     def _save(self) -> None:

@@ -24,7 +24,8 @@ from vit.training.start import Run
 from vit.training.teacher import warn_of_seen_images
 
 WHITENING_IMAGES = 500  # training images whose patches whiten the stem
-COUNTS = ("step", "seconds", "flop", "skipped", "skipped_in_a_row")  # of a TrainState
+# Plain values of a TrainState.
+COUNTS = ("step", "seconds", "flop", "skipped", "skipped_in_a_row", "unevaluated")
 
 
 @dataclass
@@ -40,6 +41,7 @@ class TrainState:
     flop: float | None = 0.0  # of training so far, see `vit.training.flop`; None if unknown
     skipped: int = 0  # steps skipped because loss or gradient was not finite
     skipped_in_a_row: int = 0  # how many of the latest steps were skipped
+    unevaluated: bool = False  # a signal broke off the evaluation at this step
     points: list[Tensor] = field(default_factory=list)  # loss and accuracy in the epoch, (2,) each
     frozen: bool = False  # only the head is trained, and the model is always in evaluation mode
     # A whole copy of a sharded model, with weights in the first process only; None if not sharded.
