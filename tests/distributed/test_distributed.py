@@ -4,11 +4,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from vit.distributed.world import (
     MEETING,
@@ -197,8 +199,50 @@ def test_forked_workers_leave_signals_to_their_parent(capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == ""
 
 
+def test_a_second_ctrl_c_is_what_it_was_before_a_run() -> None:
+    """In a notebook, whose variables would be lost otherwise."""
+    with pytest.raises(KeyboardInterrupt), stop_on_signals() as stop, stop.deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+
+def test_a_thread_that_gets_no_signals_can_train() -> None:
+    def train() -> int:
+        with stop_on_signals() as stop, stop.deferred():
+            return stop.signal
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train).result() == 0
+
+
+def test_a_second_run_in_a_process_does_not_meet_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torchrun's store, which outlives both."""
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), (MEETING, f"file://{tmp_path}/at")):
+        monkeypatch.setenv(name, value)
+    stores, met = list[Any](), list[bool]()
+
+    def connect(*arguments: Any) -> None:
+        stores.append(arguments[-1])
+        met.append(stores[-1].check(["address"]))
+        stores[-1].set("address", "of this run")
+
+    monkeypatch.setattr(dist, "init_process_group", connect)
+    for _ in range(2):
+        with join_world(CPU, timeout_minutes=1):
+            pass
+    assert met == [False, False]
+
+
 @pytest.mark.parametrize("second", SIGNALS)
-def test_a_second_signal_ends_the_process(second: signal.Signals) -> None:
+def test_a_second_signal_ends_processes_that_wait_for_each_other(
+    second: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
     def interrupted() -> None:
         with stop_on_signals() as stop, stop.deferred():
             os.kill(os.getpid(), signal.SIGINT)

@@ -5,8 +5,10 @@ RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 """
 
 import contextlib
+import itertools
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +25,7 @@ from vit.console import rank
 
 MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find each other
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+RUNS = itertools.count()  # of this process: torchrun's store outlives a run
 Batch = tuple[Tensor, Tensor]
 
 
@@ -130,7 +133,7 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         meeting = os.environ.get(MEETING, "env://")
         store = next(rendezvous(meeting, rank(), size, timeout=timeout))[0]
         store.set_timeout(timeout)
-        store = PrefixStore(f"start {restarts}", store)
+        store = PrefixStore(f"start {restarts}, run {next(RUNS)}", store)
         dist.init_process_group(backend, None, timeout, size, rank(), store)
         yield World(rank(), size)
     except Exception as error:
@@ -169,6 +172,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal = 0
+        self.handlers: dict[int, Any] = {}  # before this one
         self._deferred = False
         self._process = os.getpid()
 
@@ -190,6 +194,17 @@ class StopRequest:
         if self.signal:
             raise Stopped
 
+    @contextlib.contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Raise Stopped at a signal, also at one that has been recorded, but inside `deferred`."""
+        before, self._deferred = self._deferred, False
+        try:
+            if self.signal:
+                raise Stopped
+            yield
+        finally:
+            self._deferred = before
+
     def until(self, batches: Iterator[Batch], world: World) -> Iterator[Batch]:
         """Yield batches until a signal arrives; a single process does not await another batch."""
         with contextlib.suppress(Stopped):
@@ -204,18 +219,21 @@ class StopRequest:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle the first signal; a second one stops the process immediately.
 
-        torchrun forwards signals that its processes have already received, so under torchrun a
-        second signal is ignored; torchrun itself ends processes that take too long.
+        Alone, the process may be that of a notebook, so a second Ctrl-C is what it was before the
+        run: a KeyboardInterrupt. Processes that wait for each other would not notice it. torchrun
+        forwards signals that its processes have already received, so under torchrun a second signal
+        is ignored; torchrun itself ends processes that take too long.
         """
         if os.getpid() != self._process:
             return  # a worker that has just been forked leaves signals to its parent
-        alone = not under_torchrun()
+        second: Any = signal.SIG_IGN if under_torchrun() else signal.SIG_DFL
+        alone = not under_torchrun() and os.environ.get("WORLD_SIZE", "1") == "1"
         for stopping in STOPPING:
-            signal.signal(stopping, signal.SIG_DFL if alone else signal.SIG_IGN)
+            signal.signal(stopping, self.handlers[stopping] if alone else second)
         self.signal = number
         if not self._deferred:
             raise Stopped
-        typed = alone and number == signal.SIGINT
+        typed = not under_torchrun() and number == signal.SIGINT
         hint = "; press Ctrl-C again to stop immediately" if typed else ""
         if rank() == 0:
             with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
@@ -224,11 +242,12 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Treat SIGINT and SIGTERM as requests to stop."""
+    """Treat SIGINT and SIGTERM as requests to stop, in the main thread, which alone gets them."""
     request = StopRequest()
-    before = {number: signal.signal(number, request.handle) for number in STOPPING}
+    if threading.current_thread() is threading.main_thread():
+        request.handlers = {number: signal.signal(number, request.handle) for number in STOPPING}
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in request.handlers.items():
             signal.signal(number, handler)
