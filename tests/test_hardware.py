@@ -96,6 +96,14 @@ def test_freed_memory_is_used_again_without_faults() -> None:
     assert kept < 1000 < 10_000 < returned
 
 
+def test_torch_keeps_to_the_limits_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hardware.on_cores(2):
+        for limit, threads in ((8, 2), (1, 1), (8, 1)):  # a user may want fewer
+            monkeypatch.setattr(hardware, "usable_cores", lambda limit=limit: limit)
+            choose_device("cpu")
+            assert torch.get_num_threads() == threads
+
+
 @pytest.mark.parametrize(("version", "group"), [(2, ""), (2, "job"), (1, "job")])
 def test_limits_of_containers_and_jobs_count(
     version: int, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,16 +31,21 @@ MEMORY_LIMITS = (
 def choose_device(name: str) -> torch.device:
     """Return the device with a name: "cpu", "cuda", "mps", "xpu"; "auto" prefers an accelerator.
 
+    For "cpu", torch gets no more threads than this process may use: it does not know the limits of
+    containers.
+
     Raises:
         ValueError: This machine does not have the device.
     """
     name, accelerator = str(name), torch.accelerator.current_accelerator(check_available=True)
     available = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
-    if name == "auto":
-        return torch.device(available[0])
+    name = available[0] if name == "auto" else name
     if name not in available:
         names = " or ".join(["auto", *available])
         raise ValueError(f"device: {name} is not available on this machine; it must be {names}")
+    if name == "cpu":
+        most = max(1, usable_cores() // local_processes())
+        torch.set_num_threads(min(most, torch.get_num_threads()))
     return torch.device(name)
 
 

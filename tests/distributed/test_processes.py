@@ -54,6 +54,12 @@ def test_a_process_for_each_core_that_has_enough_to_do(
     assert choose_processes(settings(**train), began, cores) == count
 
 
+def test_the_memory_limits_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, count in ((2e9, 2), (1e8, 1)):  # three would not divide the batch
+        monkeypatch.setattr("vit.training.start.free_memory", lambda free=free: int(free))
+        assert choose_processes(settings(), None, 64) == count
+
+
 def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
     odd = settings(batch_size=66)
     mixed = dataclasses.replace(odd, augment=AugmentConfig(mixup=0.1))

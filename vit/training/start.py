@@ -30,7 +30,13 @@ from vit.distributed.world import (
     stop_on_signals,
     under_torchrun,
 )
-from vit.hardware import choose_device, choose_precision, cores_to_use, keep_freed_memory
+from vit.hardware import (
+    choose_device,
+    choose_precision,
+    cores_to_use,
+    free_memory,
+    keep_freed_memory,
+)
 from vit.model.attention_model import require_attention, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
@@ -43,6 +49,7 @@ from vit.training.schedule import scaled_size
 
 CLASSES = tuple("0123456789")  # any do
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
+PROCESS_MEMORY = 6 * 10**8  # bytes that a process with a small model and CIFAR-10 takes
 
 
 @dataclass(frozen=True)
@@ -257,8 +264,8 @@ def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
 
     The configured number; else the number in the config `stored` by an unfinished run; else the
     largest one up to `cores` that divides the batch into equal parts of at least `FEWEST_IMAGES`,
-    of even size if images are mixed in pairs. A run on an accelerator, and one that trains the head
-    alone, have a single process.
+    of even size if images are mixed in pairs, and fits into the memory. A run on an accelerator,
+    and one that trains the head alone, have a single process.
     """
     settings = config.train
     on_cpu = choose_device(settings.device).type == "cpu"
@@ -275,7 +282,8 @@ def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
         return 1
     parts = settings.batch_size // settings.accumulate
     group = 2 if config.augment.mixes else 1  # images that one process needs together
-    most, size = min(cores, parts // FEWEST_IMAGES), settings.batch_size
+    most = min(cores, parts // FEWEST_IMAGES, free_memory() // PROCESS_MEMORY)
+    size = settings.batch_size
     counts = (n for n in range(1, most + 1) if parts % n == 0 and size // n % group == 0)
     return max(counts, default=1)
 
