@@ -5,8 +5,10 @@ import time
 
 import pytest
 import torch
+from torch import Tensor
 
 import vit
+from vit.classifier import Classifier
 from vit.hardware import map_on_cores
 
 
@@ -73,3 +75,25 @@ def test_few_images_are_one_part_so_that_the_same_ones_get_the_same_logits():
     image = torch.randint(256, (1, 3, 32, 32), dtype=torch.uint8)
     logits = classifier.logits(image.repeat(3, 1, 1, 1))
     assert torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_images_are_classified_in_smaller_parts_if_memory_runs_out(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier, sizes = vit.load("cifar10_quick", "cpu"), list[int]()
+    images = torch.randint(256, (40, 3, 32, 32), dtype=torch.uint8)
+    expected, forward = classifier.logits(images), Classifier._forward
+
+    def limited(self: Classifier, inputs: Tensor) -> Tensor:
+        if len(inputs) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        sizes.append(len(inputs))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(Classifier, "_forward", limited)
+    torch.testing.assert_close(classifier.logits(images), expected)
+    assert sum(sizes) == 40 and max(sizes) == most
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        classifier.logits(images)

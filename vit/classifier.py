@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.calibration import Calibration
+from vit.console import is_out_of_memory
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
@@ -56,6 +57,21 @@ def most_with_weights(model: nn.Module, count: int, height: int, width: int) -> 
     tokens = reader.num_prefix_tokens + math.prod(reader.patch_embed.grid(height, width))
     num_weights = tokens**2 * sum(block.attn.num_heads for block in reader.blocks)
     return max(1, min(count, MOST_WEIGHTS // num_weights))
+
+
+def _dividing(work: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function of images that halves them until the memory is enough for `work`."""
+
+    def divided(images: Tensor) -> Tensor:
+        try:
+            return work(images)
+        except (MemoryError, RuntimeError) as error:
+            if len(images) == 1 or not is_out_of_memory(error):
+                raise
+        # Not above: while an error is handled, it keeps what was computed in memory.
+        return torch.cat([divided(part) for part in images.split(math.ceil(len(images) / 2))])
+
+    return divided
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,7 +173,8 @@ class Classifier:
         size = self.part_size(batch_size)
         pixels = images if isinstance(images, Tensor) else images.images
         count = max(1, math.ceil(len(images) / size))
-        return torch.cat(map_on_cores(work, pixels.split(size), min(self.threads, count)))
+        parts = pixels.split(size)
+        return torch.cat(map_on_cores(_dividing(work), parts, min(self.threads, count)))
 
     def _classify(self, images: Tensor) -> Tensor:
         inputs = self.normalize(images)
