@@ -5,6 +5,8 @@ import io
 import json
 import runpy
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,6 +203,14 @@ def test_damaged_notes_are_ignored_and_damaged_images_refused(tmp_path: Path) ->
             cut.write_bytes(content[:length])
             with pytest.raises(ValueError, match=r"cannot be read as an image"):
                 to_photo(cut)
+
+
+def test_threads_that_read_leave_pythons_warnings_as_they_were(tmp_path: Path) -> None:
+    Image.new("RGB", (9, 12)).save(tmp_path / "photo.png")
+    before = [*warnings.filters]
+    with ThreadPoolExecutor(4) as pool:
+        assert len([*pool.map(to_photo, [tmp_path / "photo.png"] * 500)]) == 500
+    assert [*warnings.filters] == before
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK"])

@@ -203,6 +203,9 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
     with monkeypatch.context() as patch:
         patch.setattr(stream, "FEW", 48)
         assert files.num_workers == min(max(1, usable_cores() - 1), 16)
+        # In a pool's worker, which may not start processes.
+        patch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+        assert files.num_workers == 0
     images = open_images(folder(pictures, workers=2), train=True)
     batches = images.batches(torch.arange(48).view(12, 4))
     next(batches), next(batches)  # one of each worker, which ignores signals once it has begun

@@ -1,7 +1,10 @@
 """Finding photos, and reading them the way people see them: upright, in colour, on white."""
 
+import contextlib
 import io
+import math
 import os
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +19,32 @@ from vit.data.pixels import Bands, Unusable, bands_of, open_image
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 NEEDS_HEIF = "HEIC needs a package; run pip install pillow-heif"
+
+
+class IgnoredWarnings:
+    """Ignores Pillow's warnings, such as those of damaged EXIF data, while any thread reads.
+
+    Python's filters belong to the process, and would be mixed up by threads that each restore them.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._filters = threading.Lock(), 0, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._filters.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", module=r"PIL\b")
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                self._filters.close()
+
+
+IGNORED_WARNINGS = IgnoredWarnings()
 
 
 class TarMember(NamedTuple):
@@ -111,16 +140,16 @@ def _require_file(path: Path, key: str) -> Path:
 
 
 def _read(file: Path | TarMember, channels: int) -> Bands:
-    """Read a file without Pillow's warnings, such as those of damaged EXIF data."""
+    """Read a file; what Pillow only warns of, an image above its limit, is an error here."""
     try:
         stream = file if isinstance(file, Path) else file.open()
-        with warnings.catch_warnings(action="ignore"):
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with open_image(stream) as image:
-                return bands_of(image, channels)
+        with IGNORED_WARNINGS, open_image(stream) as image:
+            if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
+                raise Image.DecompressionBombError
+            return bands_of(image, channels)
     except Unusable:
         raise
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+    except Image.DecompressionBombError:
         most = f"{(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels"
         problem = f"it has more than {most}, the largest that are read; save a smaller copy"
     except UnidentifiedImageError:

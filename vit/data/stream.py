@@ -162,7 +162,8 @@ class ImageFiles:
         if self.workers is not None:
             return self.workers
         cores = usable_cores() // local_processes()
-        return 0 if len(self) < FEW else min(max(1, cores - 1), MOST_WORKERS)
+        is_worker = multiprocessing.current_process().daemon  # which may not start processes
+        return 0 if len(self) < FEW or is_worker else min(max(1, cores - 1), MOST_WORKERS)
 
     def to(self, device: torch.device) -> "ImageFiles":
         """Return the same files, whose images are moved to a device."""
