@@ -15,6 +15,7 @@ from torch import Tensor
 from vit.console import say, shorten
 from vit.data.config import DATASETS, DataConfig, DatasetSpec
 from vit.data.images import ImageSet
+from vit.data.layout import recognize
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class
 from vit.data.stream import ImageFiles
@@ -54,6 +55,11 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
     problem = "data.download=false, so it was not downloaded"
     for download in (False, True)[: 1 + data.download]:
         if download:
+            if own := recognize(root):
+                raise ValueError(
+                    f"data.root: {root} contains images of your own, so {data.name} is not "
+                    f"downloaded there; set data.name to {own}, or data.root to another folder"
+                )
             places = (at for top in root.glob(spec.files) for at in (top, *top.rglob("*")))
             for link in filter(Path.is_symlink, places):  # torchvision would write through it
                 raise ValueError(f"data.root: {link} is a link; delete it to download {data.name}")
