@@ -47,6 +47,16 @@ def test_only_definitions_of_a_notebook_are_executed(
         found.Mine().forward()
 
 
+def test_a_notebook_and_a_file_beside_it_are_told_apart(tmp_path: Path) -> None:
+    code = "class Mine:\n    of = {!r}\n"
+    (tmp_path / "mine.py").write_text(code.format("file"))
+    script = read_definitions(tmp_path / "mine.py").Mine
+    notebook = {"cells": [{"cell_type": "code", "source": code.format("notebook")}]}
+    (tmp_path / "mine.ipynb").write_text(json.dumps(notebook))
+    other = read_definitions(tmp_path / "mine.ipynb").Mine
+    assert "'file'" in inspect.getsource(script) and "'notebook'" in inspect.getsource(other)
+
+
 def test_a_python_file_is_read_likewise(tmp_path: Path) -> None:
     text = "SCALE = 2.0\nraise SystemExit\n\ndef f(x):\n    return SCALE"
     (tmp_path / "mine.py").write_text(text, encoding="utf-8-sig")  # with a byte order mark

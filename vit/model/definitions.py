@@ -9,8 +9,10 @@ import __future__
 
 import ast
 import contextlib
+import hashlib
 import json
 import linecache
+import os
 import re
 import sys
 import types
@@ -57,7 +59,8 @@ def read_definitions(file: Path) -> Definitions:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(f"{file}, line {error.lineno}: {error.msg}") from None
-    module = Definitions(f"vit_definitions_{file.stem}")
+    path = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()
+    module = Definitions(f"vit_definitions_{file.stem}_{path[:8]}")  # of this file alone
     module.__file__, module.left_out = str(file), {}
     # So that inspect, and tracebacks, find the source of a notebook too.
     sys.modules[module.__name__] = module
