@@ -18,7 +18,7 @@ from command_line import Call
 from models import save_untrained
 from small_runs import ROOT, draw_pictures, tiny
 from vit.commands.train import train
-from vit.console import note, printable, say
+from vit.console import note, printable, program, say
 from vit.reporting.tables import _columns, markdown, markdown_table, text_table
 
 CLASSES = (
@@ -136,3 +136,11 @@ def test_every_command_prints_the_names_of_others_as_text(
     (folder,) = (run / "eval").glob("compare_*")
     page = python_markdown.markdown((folder / "comparison.md").read_text(), extensions=["tables"])
     assert page.count("<tr>") == 3 and "<b>" not in page
+
+
+def test_the_users_own_script_is_not_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, name in ((ROOT, "eval.py"), (tmp_path, "vit-eval")):
+        monkeypatch.setattr(sys, "argv", [str(folder / "train.py")])
+        assert program("eval").endswith(name)

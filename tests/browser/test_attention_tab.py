@@ -498,7 +498,7 @@ def test_heads_are_sorted_by_a_statistic(page: Page, address: str) -> None:
 def test_an_empty_log_directory_says_how_to_make_a_run(page: Page, address: str) -> None:
     page.route("**/plugin/attention/runs*", lambda route: route.fulfill(json={"runs": []}))
     page.goto(f"{address}/#attention")
-    shown = page.frame_locator("iframe").get_by_text("python train.py --config shapes")
+    shown = page.frame_locator("iframe").get_by_text("vit-train --config shapes")
     expect(shown).to_be_visible(timeout=WAIT)
 
 
@@ -671,7 +671,7 @@ def test_runs_of_another_width_and_without_features_say_so(page: Page, address: 
     expected = (127.5 + 51 * components("alone", 10, 0)).clip(0, 255)
     np.testing.assert_allclose(maps_of(frame, 4, 1)[:, 0], expected, atol=5)
     frame = show(page, address, view="features")
-    expect(frame.get_by_text("python eval.py RUN maps logs those")).to_be_visible()
+    expect(frame.get_by_text("vit-eval RUN maps logs those")).to_be_visible()
     frame = show_features(page, address, view="heads", token="class token")
     page.keyboard.press("4")
     wait_until(frame, "view", "features")

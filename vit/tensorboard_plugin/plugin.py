@@ -38,7 +38,7 @@ CONTENT_TYPES = {
 EVERYTHING = 1000  # more steps of a tag than TensorBoard keeps
 LONGEST = 900  # characters of a message, because names in it may be long
 NO_MODEL = (
-    "this run stored no model; eval.py RUN maps does, unless it was trained with track.live_mb=0"
+    "this run stored no model; vit-eval RUN maps does, unless it was trained with track.live_mb=0"
 )
 
 Answer = dict[str, Any] | bytes

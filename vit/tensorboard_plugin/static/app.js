@@ -432,9 +432,9 @@ function emptyState() {
     "empty",
     make("h2", {}, "No attention has been recorded in this log directory."),
     make("p", {}, "To make a small run in two minutes:"),
-    make("pre", {}, "python train.py --config shapes\ntensorboard --logdir runs"),
+    make("pre", {}, "vit-train --config shapes\ntensorboard --logdir runs"),
     make("p", {}, "For a run that is finished, or a model of timm:"),
-    make("pre", {}, "python eval.py runs/quick maps"),
+    make("pre", {}, "vit-eval runs/quick maps"),
     make("p", "quiet", "This page looks for new runs every few seconds."),
   );
 }

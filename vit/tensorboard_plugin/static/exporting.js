@@ -6,6 +6,10 @@ import { FUSED, stateParameters } from "./state.js";
 
 /** Save what is painted as a JSON file; return what to say. */
 export function saveNumbers(app) {
+  if (self.origin === "null" && location.protocol !== "file:") {
+    // Such as Jupyter's view of a file, which allows no downloads.
+    return "The page that shows this allows no downloads; open the file itself.";
+  }
   const text = JSON.stringify({ address: address(app), panes: app.numbers() }, null, 1);
   const { run, image, step } = app.state;
   const name = `attention_${run}_${image}_step_${step}`.replace(/[^\w.-]+/g, "_").slice(0, 120);

@@ -14,7 +14,7 @@ const EXPLAINED = [
   "sink: fraction of all attention that goes to the token that receives the most",
   "importance: fall of the true class's probability when the head is muted, on held-out images",
 ].join("\n");
-const LISTED = "Runs with recorded attention. python eval.py RUN maps adds that of a finished one.";
+const LISTED = "Runs with recorded attention. vit-eval RUN maps adds that of a finished one.";
 const CONTRAST = [
   "fixed: 0 to 3, or −3 to 3 if signed",
   "automatic: all values that are shown, on both sides",
