@@ -83,9 +83,11 @@ def _importing() -> Iterator[None]:
     was imported.
     """
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def train_main() -> None:
