@@ -101,7 +101,7 @@ class TrainConfig:
         seed: random seed; a run with the same seed gives the same result
         device: device to run on; auto chooses a GPU if there is one
         processes: number of processes that share each batch on a CPU; null means one per usable
-            core, with at least 32 images each; a run keeps its number when it is resumed
+            core, with at least 32 images and 0.6 GB each; a run keeps its number when it is resumed
         parallel: how processes share the model: replicate keeps a copy in each (DDP); shard
             divides weights and optimizer state (FSDP2); auto shards a model that takes more than
             half of a GPU's memory

@@ -48,7 +48,8 @@ def warn(text: str) -> None:
 def program(name: str) -> str:
     """Name train or eval as the user calls it: a script of a checkout, or an installed command."""
     called, checkout = Path(sys.argv[0]), Path(__file__).resolve().parents[1]
-    if called.resolve() not in (checkout / "train.py", checkout / "eval.py"):
+    is_script = called.name in ("train.py", "eval.py")
+    if not is_script or called.resolve() != checkout / called.name:
         return installed(f"vit-{name}")
     return f"{installed('python')} {argument(called.with_name(f'{name}.py'))}"
 

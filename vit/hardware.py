@@ -44,8 +44,9 @@ def choose_device(name: str) -> torch.device:
         names = " or ".join(["auto", *available])
         raise ValueError(f"device: {name} is not available on this machine; it must be {names}")
     if name == "cpu":
-        most = max(1, usable_cores() // local_processes())
-        torch.set_num_threads(min(most, torch.get_num_threads()))
+        most = usable_cores()
+        if most < torch.get_num_threads():
+            torch.set_num_threads(most)
     return torch.device(name)
 
 

@@ -253,7 +253,7 @@ def test_damaged_or_hostile_files_are_one_line_and_run_nothing(name, tmp_path):
         assert not ran.exists()
 
 
-def test_nothing_is_downloaded_into_images_of_the_users_own(tmp_path):
+def test_nothing_is_downloaded_into_images_of_the_users_own(tmp_path, monkeypatch):
     """Whose data set was not named, as in Config(data={"root": "pictures"})."""
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
@@ -261,6 +261,8 @@ def test_nothing_is_downloaded_into_images_of_the_users_own(tmp_path):
     with pytest.raises(ValueError, match=r"images of your own.* set data\.name to folder"):
         open_images(config("cifar10", tmp_path), train=True)
     assert {path.name for path in tmp_path.iterdir()} == {"cat", "dog"}
+    cifar10(tmp_path, "http://127.0.0.1:9/", monkeypatch)  # an archive to be unpacked here
+    assert_complete(config("cifar10", tmp_path))
 
 
 def test_an_archive_is_unpacked_without_a_network_and_damaged_files_are_replaced(

@@ -54,10 +54,13 @@ def test_a_process_for_each_core_that_has_enough_to_do(
     assert choose_processes(settings(**train), began, cores) == count
 
 
-def test_the_memory_limits_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limits_the_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for free, count in ((2e9, 2), (1e8, 1)):  # three would not divide the batch
         monkeypatch.setattr("vit.training.start.free_memory", lambda free=free: int(free))
         assert choose_processes(settings(), None, 64) == count
+        assert f"memory suffices for {count} of 4 processes" in capsys.readouterr().err
 
 
 def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
+from worlds import in_world
 
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
 
@@ -70,12 +72,8 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
 
 
-@pytest.mark.parametrize("at", [5, 15])
-def test_an_evaluation_that_a_signal_breaks_off_is_repeated(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After an epoch and at the end: who sends SIGTERM may not wait for the rest of it."""
-    config, alone = (small(tmp_path / name, **BARE) for name in ("stopped", "alone"))
+def train_loop(world: World, config: Config, at: int) -> None:
+    """Train, until SIGTERM arrives while the run is validated after `at` steps."""
     validate = Validation.run
 
     def interrupted(self: Validation, classifier: Classifier, step: int) -> Iterator[Any]:
@@ -85,15 +83,36 @@ def test_an_evaluation_that_a_signal_breaks_off_is_repeated(
                 os.kill(os.getpid(), signal.SIGTERM)
                 raise AssertionError("goes on")
 
-    Path(config.out).mkdir()
-    with monkeypatch.context() as patch, stop_on_signals() as stop, pytest.raises(Stopped):
-        patch.setattr(Validation, "run", interrupted)
-        loop = make_loop(config, stop=stop)
-        with contextlib.closing(Tracker(Path(config.out), 0)) as loop.tracker:
-            loop.run()
-    assert checkpoint_steps(tmp_path / "stopped")[-1] == at
-    expected = run_loop(alone).step.state.state_dict()
-    assert_same_state(run_loop(config).step.state.state_dict(), expected)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(Validation, "run", interrupted))
+        stop = stack.enter_context(stop_on_signals())
+        loop = make_loop(config, world=world, stop=stop)
+        if world.main:
+            tracker = Tracker(Path(config.out), loop.step.state.step)
+            loop.tracker = stack.enter_context(contextlib.closing(tracker))
+        if at:
+            stack.enter_context(pytest.raises(Stopped))
+        loop.run()
+
+
+@pytest.mark.parametrize(
+    ("size", "at"), [(1, 5), (1, 15), pytest.param(2, 5, marks=pytest.mark.slow)]
+)
+def test_an_evaluation_that_a_signal_breaks_off_is_repeated(
+    size: int, at: int, tmp_path: Path
+) -> None:
+    """After an epoch and at the end: who sends SIGTERM may not wait for the rest of it."""
+    for name, stops in (("alone", [0]), ("stopped", [at, 0])):
+        config = small(tmp_path / name, **BARE)
+        Path(config.out).mkdir()
+        for stop in stops:
+            if size == 1:
+                train_loop(World(), config, stop)
+            else:
+                in_world(size, tmp_path, train_loop, config, stop)
+            assert checkpoint_steps(tmp_path / name)[-1] == (stop or 15)
+    stopped, alone = (latest_checkpoint(tmp_path / name) for name in ("stopped", "alone"))
+    assert_same_state(vars(stopped), vars(alone))
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "alone")
 
 

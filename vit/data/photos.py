@@ -34,7 +34,7 @@ class IgnoredWarnings:
         with self._lock:
             if not self._threads:
                 self._filters.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", module=r"PIL\b")
+                warnings.filterwarnings("ignore", module=r"(PIL|pillow_heif)\b")
             self._threads += 1
 
     def __exit__(self, *_: object) -> None:
@@ -45,6 +45,8 @@ class IgnoredWarnings:
 
 
 IGNORED_WARNINGS = IgnoredWarnings()
+if hasattr(os, "register_at_fork"):  # another thread may be reading, which the copy has not
+    os.register_at_fork(after_in_child=IGNORED_WARNINGS.__init__)  # type: ignore[misc]
 
 
 class TarMember(NamedTuple):

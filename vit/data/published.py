@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.console import say, shorten
 from vit.data.config import DATASETS, DataConfig, DatasetSpec
 from vit.data.images import ImageSet
-from vit.data.layout import recognize
+from vit.data.layout import is_stored, recognize
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class
 from vit.data.stream import ImageFiles
@@ -55,7 +55,9 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
     problem = "data.download=false, so it was not downloaded"
     for download in (False, True)[: 1 + data.download]:
         if download:
-            if own := recognize(root):
+            # In the default root, other images may lie beside published data sets.
+            is_target = is_stored(data) or root == Path(DataConfig.root)
+            if own := None if is_target else recognize(root):
                 raise ValueError(
                     f"data.root: {root} contains images of your own, so {data.name} is not "
                     f"downloaded there; set data.name to {own}, or data.root to another folder"

@@ -196,7 +196,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def immediate(self) -> Iterator[None]:
-        """Raise Stopped at a signal, also at one that has been recorded, but inside `deferred`."""
+        """Raise Stopped at a signal, or at once if one was recorded, even inside `deferred`."""
         before, self._deferred = self._deferred, False
         try:
             if self.signal:
@@ -217,10 +217,10 @@ class StopRequest:
                 yield batch
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle the first signal; a second one stops the process immediately.
+        """Handle the first signal; a second one ends the run immediately.
 
-        Alone, the process may be that of a notebook, so a second Ctrl-C is what it was before the
-        run: a KeyboardInterrupt. Processes that wait for each other would not notice it. torchrun
+        A single process may be that of a notebook, so a second Ctrl-C does there what it did before
+        the run: KeyboardInterrupt. Processes that wait for each other would not raise it. torchrun
         forwards signals that its processes have already received, so under torchrun a second signal
         is ignored; torchrun itself ends processes that take too long.
         """
@@ -229,7 +229,8 @@ class StopRequest:
         second: Any = signal.SIG_IGN if under_torchrun() else signal.SIG_DFL
         alone = not under_torchrun() and os.environ.get("WORLD_SIZE", "1") == "1"
         for stopping in STOPPING:
-            signal.signal(stopping, self.handlers[stopping] if alone else second)
+            before = self.handlers[stopping]
+            signal.signal(stopping, before if alone and callable(before) else second)
         self.signal = number
         if not self._deferred:
             raise Stopped
@@ -244,10 +245,12 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Treat SIGINT and SIGTERM as requests to stop, in the main thread, which alone gets them."""
     request = StopRequest()
-    if threading.current_thread() is threading.main_thread():
-        request.handlers = {number: signal.signal(number, request.handle) for number in STOPPING}
     try:
+        if threading.current_thread() is threading.main_thread():
+            request.handlers = {number: signal.getsignal(number) for number in STOPPING}
+            for stopping in STOPPING:
+                signal.signal(stopping, request.handle)
         yield request
     finally:
         for number, handler in request.handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -20,7 +20,7 @@ from vit.model.positions import Grid
 from vit.model.variants import find_attention
 from vit.model.whole_attention import build_attention
 
-torch.fx.wrap("resample_pos_embed")  # which branches
+torch.fx.wrap("resample_pos_embed")  # it branches, so it cannot be traced
 
 
 def check_pool(global_pool: str, class_token: bool) -> None:

@@ -31,8 +31,7 @@ from vit.settings import suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
 WRAPPERS = r"^((model|net|module|_orig_mod)\.)+"  # prefixes that other training loops add
-# What older versions of timm stored, and what Meta's files of DINOv2 have of pretraining.
-UNUSED = ("relative_position_index", ".attn_mask", "mask_token")
+COMPUTED = ("relative_position_index", ".attn_mask")  # what older versions of timm stored
 UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # not in a state dict
 # Classes of the modules of timm models that our VisionTransformer can represent.
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
@@ -239,7 +238,8 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
             f"model.pretrained: {name} contains several models, whose names differ by a prefix; "
             "save the state dict of one by itself"
         )
-    weights = {key: value for key, value in weights.items() if not key.endswith(UNUSED)}
+    weights = {key: value for key, value in weights.items() if not key.endswith(COMPUTED)}
+    weights.pop("mask_token", None)  # of pretraining, as in Meta's files of DINOv2
     if model.name != "vit":
         return Pretrained(name, {"timm_args": {}}, weights)
     with understood(name):

@@ -142,7 +142,7 @@ def read_frames(classifier: Classifier, images: ImageSet, seed: int) -> Tensor |
         return [layer[:, model.num_prefix_tokens :] for layer in tokens]
 
     size = max(1, PART // patches)
-    # With one image more: of a single one, however large, the answer is 1.
+    # For one image more, because for a single one, however large, the answer is 1.
     is_small = most_with_weights(classifier.model, size + 1, *pixels.shape[2:]) > size
     batches = map_on_cores(read, pixels.split(size), classifier.threads if is_small else 1)
     finite = all(layer.isfinite().all() for batch in batches for layer in batch)

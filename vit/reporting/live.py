@@ -192,7 +192,9 @@ def _dtype(classifier: Classifier, images: Tensor) -> torch.dtype | None:
     rounded = {name: tensor.half().to(tensor.dtype) for name, tensor in _floats(model).items()}
     if not all(tensor.isfinite().all() for tensor in rounded.values()):
         return torch.float32
-    changed = functional_call(model, rounded, (inputs,), tie_weights=False)  # each has its value
+    # In a copy: a signal that breaks this off must not leave the run with rounded weights.
+    trial = copy.deepcopy(model)
+    changed = functional_call(trial, rounded, (inputs,), tie_weights=False)  # each has its value
     error = (changed - logits).abs().max()
     return torch.float16 if error <= HALF_ERROR else torch.float32
 

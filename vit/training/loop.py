@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.console import say, warn
+from vit.console import note, say, warn
 from vit.data.images import ImageSet
 from vit.distributed.world import Diverged, Stopped, StopRequest
 from vit.evaluation import Evaluator
@@ -65,9 +65,6 @@ class Loop:
         """
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
         self._since, first = time.perf_counter(), state.step
-        if state.unevaluated:
-            self.evaluate()
-            self._save()
         if first == 0:
             self.evaluate()
             self._chosen = 0, self._seconds()
@@ -78,6 +75,11 @@ class Loop:
             # Without tqdm's rate, which counts evaluation and logging as training.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         ) as bar, self.stop.deferred():  # fmt: skip
+            if state.unevaluated and first:
+                self.evaluate()
+                self._save()
+                if self.stop.agreed(world):
+                    raise Stopped
             while state.step < schedule.total_steps:
                 text = self._train_epoch(bar)
                 if state.step:
@@ -125,7 +127,7 @@ class Loop:
             if number < len(batches) != schedule.steps_in(epoch):
                 break  # the run ends elsewhere in this epoch, which goes on with other batches
             resumed = time.perf_counter()
-        if number < len(batches):
+        if number < len(batches) or state.unevaluated:
             return ""
         loss, accuracy = torch.stack(state.points).nanmean(dim=0).tolist()  # of steps not skipped
         speed = schedule.batch_size * (len(batches) - first) / busy
@@ -175,7 +177,8 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Run the evaluators that are due at this step; return the numbers they measured.
 
-        A signal breaks it off, because what sends it may not wait; the resumed run repeats it.
+        A signal breaks it off, because what sends it may not wait; the resumed run repeats it. So
+        evaluators must not change the model, even for a moment.
         """
         state, numbers = self.step.state, dict[str, float]()
         state.unevaluated = False
@@ -190,6 +193,7 @@ class Loop:
                 for evaluator in due:
                     numbers |= self._measure(evaluator, classifier, self.tracker)
         except Stopped:
+            note("evaluation broken off; it is repeated when the run is resumed")
             state.unevaluated = True
             return {}
         if numbers:
