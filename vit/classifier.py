@@ -6,6 +6,7 @@ Shapes: N images, C classes, D feature width.
 import copy
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -268,7 +269,8 @@ class Classifier:
     def _resize(self, photos: Photo | Photos) -> Tensor:
         """Return photos as (N, channels, H, W) uint8."""
         photos = photos if isinstance(photos, list | tuple) else [photos]
-        return torch.stack([self.preprocess.resize(photo) for photo in photos])
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            return torch.stack([*pool.map(self.preprocess.resize, photos)])
 
     @overload
     def explain(
