@@ -201,11 +201,14 @@ def test_forked_workers_leave_signals_to_their_parent(capfd: pytest.CaptureFixtu
 
 def test_a_second_ctrl_c_is_what_it_was_before_a_run() -> None:
     """In a notebook, whose variables would be lost otherwise."""
+    # A shell that starts the tests in the background has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), stop_on_signals() as stop, stop.deferred():
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_thread_that_gets_no_signals_can_train() -> None:
