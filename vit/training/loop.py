@@ -75,7 +75,7 @@ class Loop:
             # Without tqdm's rate, which counts evaluation and logging as training.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         ) as bar, self.stop.deferred():  # fmt: skip
-            if state.unevaluated and first:
+            if state.unevaluated:
                 self.evaluate()
                 self._save()
                 if self.stop.agreed(world):
@@ -193,6 +193,8 @@ class Loop:
                 for evaluator in due:
                     numbers |= self._measure(evaluator, classifier, self.tracker)
         except Stopped:
+            if not state.step:  # there is nothing to save
+                raise
             note("evaluation broken off; it is repeated when the run is resumed")
             state.unevaluated = True
             return {}
