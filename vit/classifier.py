@@ -174,8 +174,8 @@ class Classifier:
         size = self.part_size(batch_size)
         pixels = images if isinstance(images, Tensor) else images.images
         count = max(1, math.ceil(len(images) / size))
-        parts = pixels.split(size)
-        return torch.cat(map_on_cores(_dividing(work), parts, min(self.threads, count)))
+        parts, threads = pixels.split(size), min(self.threads, count)
+        return torch.cat(map_on_cores(_dividing(work), parts, threads))
 
     def _classify(self, images: Tensor) -> Tensor:
         inputs = self.normalize(images)

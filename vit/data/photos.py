@@ -45,7 +45,7 @@ class IgnoredWarnings:
 
 
 IGNORED_WARNINGS = IgnoredWarnings()
-if hasattr(os, "register_at_fork"):  # another thread may be reading, which the copy has not
+if hasattr(os, "register_at_fork"):  # a child has none of the threads that may be reading
     os.register_at_fork(after_in_child=IGNORED_WARNINGS.__init__)  # type: ignore[misc]
 
 

@@ -57,7 +57,7 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
         if download:
             # In the default root, other images may lie beside published data sets.
             is_target = is_stored(data) or root == Path(DataConfig.root)
-            if own := None if is_target else recognize(root):
+            if not is_target and (own := recognize(root)):
                 raise ValueError(
                     f"data.root: {root} contains images of your own, so {data.name} is not "
                     f"downloaded there; set data.name to {own}, or data.root to another folder"

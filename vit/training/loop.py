@@ -177,7 +177,7 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Run the evaluators that are due at this step; return the numbers they measured.
 
-        A signal breaks it off, because what sends it may not wait; the resumed run repeats it. So
+        A signal interrupts it, because its sender may not wait; the resumed run repeats it. So
         evaluators must not change the model, even for a moment.
         """
         state, numbers = self.step.state, dict[str, float]()
@@ -195,7 +195,7 @@ class Loop:
         except Stopped:
             if not state.step:  # there is nothing to save
                 raise
-            note("evaluation broken off; it is repeated when the run is resumed")
+            note("evaluation interrupted; it will be repeated when the run is resumed")
             state.unevaluated = True
             return {}
         if numbers:
