@@ -3,7 +3,6 @@
 Shapes: N images, C classes, D feature width.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
 from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
-from vit.model.whole_attention import stores_results
+from vit.model.whole_attention import copy_module, stores_results
 from vit.settings import require
 
 PART = 64  # images per forward pass on a CPU, whose activations fit into a core's cache
@@ -109,7 +108,7 @@ class Classifier:
         require(different, "classes", self.classes, "names that differ from each other")
         if any(t.is_inference() for t in (*self.model.parameters(), *self.model.buffers())):
             with torch.inference_mode(False):  # where copies may have gradients, which maps need
-                object.__setattr__(self, "model", copy.deepcopy(self.model))
+                object.__setattr__(self, "model", copy_module(self.model))
 
     def __repr__(self) -> str:
         """Describe this in a line, instead of listing every module."""

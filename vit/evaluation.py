@@ -3,9 +3,9 @@
 Shapes: C classes, N images.
 """
 
-import copy
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.classifier import Classifier
+from vit.classifier import MOST_PIXELS, Classifier
 from vit.config import Config
 from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
 from vit.intervals import Z, bootstrap, fraction, interval_of_mean
+from vit.model.whole_attention import copy_module
 from vit.run.length import Length
 from vit.settings import require
 
@@ -111,13 +112,14 @@ def with_statistics(classifier: Classifier, images: ImageSet) -> Classifier:
     kind = nn.modules.batchnorm._BatchNorm
     if not any(isinstance(module, kind) for module in classifier.model.modules()):
         return classifier
-    model = copy.deepcopy(classifier.model)
+    model = copy_module(classifier.model)
     for module in model.modules():
         if isinstance(module, kind):
             module.reset_running_stats()
             module.momentum = None  # the mean over all batches
             module.train()
-    for part in images.images.split(SAMPLE // 4):
+    most = MOST_PIXELS // math.prod(classifier.preprocess.image_size)
+    for part in images.images.split(max(1, min(SAMPLE // 4, most))):
         with autocast(classifier.device, classifier.precision):
             model(classifier.normalize(part))
     return dataclasses.replace(classifier, model=model.eval())

@@ -538,12 +538,18 @@ def test_attention_is_told_the_grid(attention):
     assert module.places[-2:] == [((2, 3), 2), ((4, 2), 2)]
 
 
-def test_an_attention_that_takes_no_float_mask_is_refused_with_a_bias(tmp_path, registry):
-    line = "return (weights if mask is None else weights * ~mask) @ value, weights"
+@pytest.mark.parametrize(("hidden", "words"), [
+    ("~mask", r"TypeError: .*[(]own.py, line 4[)]"),
+    ("(mask == 0)", "does not depend on its float mask"),
+])  # fmt: skip
+def test_an_attention_that_adds_no_float_mask_is_refused_with_a_bias(
+    hidden, words, tmp_path, registry
+):
+    line = f"return (weights if mask is None else weights * {hidden}) @ value, weights"
     write_own(tmp_path / "own.py", line)
     config = small_run(tmp_path / "run", "own.py:mine")
     check_config(config)
-    with pytest.raises(ValueError, match=r"own.py:mine gives TypeError: .*[(]own.py, line 4[)]"):
+    with pytest.raises(ValueError, match=f"own.py:mine gives .*{words}"):
         check_config(changed(config, model={"rel_pos": "bias"}))
 
 

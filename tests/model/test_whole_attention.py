@@ -20,7 +20,7 @@ from vit.explain.interventions import Interventions, gated_weights, gates_of, wi
 from vit.model import variants
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
-from vit.model.whole_attention import WholeAttention
+from vit.model.whole_attention import WholeAttention, build_attention
 from vit.pretrained.load import load
 from vit.reporting.live import graph_of
 from vit.run.checkpoint import checkpoint_paths
@@ -191,6 +191,21 @@ def test_weights_that_are_returned_count_where_there_is_no_softmax() -> None:
     assert weights.shape == (B, 1, N, N) and weights.sum(dim=-1).max() > 2
 
 
+class Difference(Plain):
+    """Two softmaxes, of whose difference the output is made."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT).softmax(dim=-1) - (k @ q.mT).softmax(dim=-1) / 2
+        return self.merge(weights @ v), weights
+
+
+def test_weights_that_are_returned_count_where_there_are_two_softmaxes() -> None:
+    output, weights = WholeAttention(Difference, D, 3, GRID, 1)(tokens(), need_weights=True)
+    assert_close(weights.sum(dim=-1), torch.full((B, 3, N), 0.5))
+    assert torch.autograd.grad(output.sum(), weights)[0].any()
+
+
 class ByHand(Plain):
     """A softmax without torch's function, and weights of four dimensions."""
 
@@ -240,14 +255,15 @@ def test_lazy_layers_are_made_before_the_model_is_initialised() -> None:
     assert model.blocks[0].attn.module.first.weight.shape == (D, D)
 
 
-@pytest.mark.parametrize("attention", ["mine", "torch.nn:MultiheadAttention"])
-def test_a_run_ends_with_attention_that_cannot_be_muted_or_seen_into(
-    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("module", [ByHand, Plain, nn.MultiheadAttention])
+def test_a_run_ends_with_attention_that_cannot_be_muted_copied_or_seen_into(
+    module: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads are not muted, and the report explains mistakes."""
-    monkeypatch.setitem(variants.ATTENTION, "mine", ByHand)
-    model = {"attention": attention, "proj_drop_rate": 0, "attn_drop_rate": 0}
-    config = small(tmp_path / "run", model=model, train={"epochs": 1})
+    """Heads are not muted, graphs of stored weights are left out, the report explains mistakes."""
+    monkeypatch.setitem(variants.ATTENTION, "mine", module)
+    model = {"attention": "mine", "proj_drop_rate": 0, "attn_drop_rate": 0}
+    changes = {"optim": {"ema_decay": None}, "train": {"epochs": 2, "small_share": 0.9}}
+    config = small(tmp_path / "run", model=model, **changes)
     result = train(config)
     assert result is not None and result["mistakes"]
 
@@ -469,8 +485,16 @@ class HeadList(nn.Module):
         return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
 
 
-def test_a_softmax_for_each_head_gives_weights_and_gradients_of_all() -> None:
-    placed, keep = WholeAttention(HeadList, D, 3, GRID, 1), torch.ones(B, 1, N, dtype=torch.bool)
+class ImageByImage(HeadList):
+    """As in a tutorial: a softmax for each head of each image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(ImageByImage, self).forward(image) for image in x])
+
+
+@pytest.mark.parametrize("module", [HeadList, ImageByImage])
+def test_a_softmax_for_each_head_gives_weights_and_gradients_of_all(module: type) -> None:
+    placed, keep = WholeAttention(module, D, 3, GRID, 1), torch.ones(B, 1, N, dtype=torch.bool)
     keep[0, :, :4] = False
     output, weights = placed(tokens(), keep, need_weights=True)
     q, k, v = placed.module.heads[2].qkv(tokens()).chunk(3, dim=-1)
@@ -534,11 +558,50 @@ class Configured(Plain):
         return self.merge(F.softmax(scores, dim=-1) @ v)
 
 
-@pytest.mark.parametrize(("module", "heads"), [(Configured, 3), (ByHead, 3), (OneHead, 1)])
+class Dictionary(Plain):
+    """A constructor with a dictionary, and a mask that is repeated for the heads."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config["hidden_size"], config["num_attention_heads"])
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (part.flatten(0, 1) for part in self.split(x))
+        scores = q @ k.mT
+        if mask is not None:
+            scores = scores.masked_fill(mask.repeat_interleave(self.heads, dim=0) == 0, -1e9)
+        return self.merge((scores.softmax(dim=-1) @ v).unflatten(0, (-1, self.heads)))
+
+
+class FlatFused(Plain):
+    """torch's function for (B·H, N, d), in a constructor with the arguments of a head's."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__(num_heads * head_dim, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.flatten(0, 1) for part in self.split(x))
+        return self.merge(F.scaled_dot_product_attention(q, k, v).unflatten(0, (-1, self.heads)))
+
+
+class Wrapped(nn.Module):
+    """torch's module, in whose masks True hides a key."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(dim, heads, batch_first=True)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        return self.attend(x, x, x, attn_mask=attn_mask)[0]
+
+
+MASKED = (Configured, Dictionary, FlatFused, Wrapped, ByHead, ImageByImage)
+
+
+@pytest.mark.parametrize(("module", "heads"), [*((one, 3) for one in MASKED), (OneHead, 1)])
 @pytest.mark.parametrize("shape", [(N,), (N, N), (B, N, N), (B, 1, 1, N), (B, 3, N, N)])
 def test_masks_of_any_shape_hide_keys(module: type, heads: int, shape: tuple[int, ...]) -> None:
     """From a module that takes a mask, or else from its softmax; perhaps for each head."""
-    placed = WholeAttention(module, D, heads, GRID, 1).eval()
+    placed = build_attention(module, D, heads, grid=GRID, num_prefix_tokens=1).eval()
     if module is Configured:  # by an object with what constructors take
         assert (placed.module.heads, placed.module.length) == (3, N)
     shape = (B, heads, N, N) if shape == (B, 3, N, N) else shape

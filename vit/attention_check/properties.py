@@ -54,9 +54,7 @@ def properties(attention: Attention) -> Iterator[Row]:
     yield check_scale(pair)
     yield _permutation(subject, tokens, seen)
     yield _independence(subject, tokens, seen)
-    own = subject if isinstance(subject, WholeAttention) else subject.attention
-    takes_mask = getattr(own, "mask_name", "") is not None
-    yield _mask(subject, tokens, seen) if takes_mask else _no_mask(subject)
+    yield _mask(subject, tokens, seen)
     yield _dropout(subject, tokens, seen, drop)
     yield _residual(subject, tokens)
     yield _gradients(subject, tokens, seen)
@@ -189,6 +187,9 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 
 def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that keys that a mask hides get no weight, for each image and with no key at all."""
+    own = subject if isinstance(subject, WholeAttention) else subject.attention
+    if getattr(own, "mask_name", "") is None and not getattr(own, "has_softmax", False):
+        return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     for image in range(B):
         keep[image, 0, image : image + 3] = False
@@ -225,13 +226,6 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     return judge("mask", is_wrong, advice, "hidden keys get no weight", is_choice=True)
 
 
-def _no_mask(subject: Subject) -> Row:
-    """Return the row of an attention that takes no mask."""
-    if isinstance(subject, WholeAttention) and subject.has_softmax:
-        return Row("mask", "passed", "taken by no argument, so it is applied to the softmax")
-    return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")
-
-
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     """Check that dropout acts on the weights, and that those returned are from before it."""
     what = "weights are from before dropout"
@@ -266,7 +260,7 @@ def _residual(subject: Subject, tokens: Tensor) -> Row:
     what = "output has no residual or norm"
     muted = torch.zeros(N, N)
     first, other = (Watch.run(subject, x, weights=muted) for x in (tokens, tokens.flip(0) * 2))
-    if first.scores is None:
+    if not first.softmaxes:
         return Row(what, "unknown", "", "it has no softmax to mute")
     far = (first.output - other.output).abs().max().item()
     if far > CLOSE:
@@ -288,12 +282,14 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     learner(tokens).square().sum().backward()
     # Few tokens use few rows of a table. The bias of keys changes all scores of a row alike, so it
     # never has a gradient.
-    tables = {m.weight for m in learner.modules() if isinstance(m, nn.Embedding)}
+    projections = {id(matrix) for matrix in seen.matrices}
     idle = []
-    for name, weight in learner.named_parameters():
+    for (name, matrix), weight in zip(
+        subject.named_parameters(), learner.parameters(), strict=True
+    ):
         grad, learns = weight.grad, weight.grad is not None
         if grad is not None and weight.ndim == 2:
-            learns = bool(grad.any() if weight in tables else grad.any(dim=1).all())
+            learns = bool(grad.any(dim=1).all() if id(matrix) in projections else grad.any())
         if not learns:
             idle.append(name.removeprefix("module."))
     advice = f"{', '.join(idle)} get no gradient, or only a part: it is not used, or detached"

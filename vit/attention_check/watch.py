@@ -70,7 +70,7 @@ class Watch(TorchFunctionMode):
         self.inputs: list[Tensor] = []  # of projections
         self.projections: list[Tensor] = []  # outputs
         self.matrices: list[Tensor] = []
-        self.scores: Tensor | None = None  # (B, H, N, N), of the last softmax
+        self.scores: Tensor | None = None  # (B, H, N, N), of the last softmax, unless of one image
         self.softmaxes = self.softmaxed = 0  # their number, and that of their results
         self.output = self.weights = torch.empty(0)
 
@@ -85,8 +85,10 @@ class Watch(TorchFunctionMode):
             self.matrices.append(matrix)
         if func in SOFTMAXES and result.shape[-2:] == (N, N):
             scores = args[0] if args else keywords["input"]
-            self.scores, self.softmaxes = scores.view(B, -1, N, N), self.softmaxes + 1
+            self.softmaxes += 1
             self.softmaxed += result.numel()
+            if scores.ndim > 2:  # not of a single image
+                self.scores = scores.view(B, -1, N, N)
             return result if self.instead is None else self.instead.expand_as(result)
         return result
 

@@ -1,6 +1,5 @@
 """`eval.py RUN export`: a model for other programs, checked with the runtime that will load it."""
 
-import copy
 import dataclasses
 import importlib.metadata
 import inspect
@@ -18,6 +17,7 @@ from vit.data import pixels
 from vit.data.preprocess import Preprocess
 from vit.files import inside, require_file, write_atomically
 from vit.model.vit import VisionTransformer
+from vit.model.whole_attention import copy_module
 from vit.model_file import SavedModel
 from vit.pretrained.load import load
 from vit.reporting.export_formats import FORMATS, Runner
@@ -67,7 +67,7 @@ def run(name: str, options: ExportConfig) -> None:
 def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
     """Write a model in the formats of `options`, see `run`; return the folders or files."""
     if saved.device.type != "cpu":  # where exports are made and compared
-        model, cpu = copy.deepcopy(saved.model).cpu(), torch.device("cpu")
+        model, cpu = copy_module(saved.model).cpu(), torch.device("cpu")
         saved = dataclasses.replace(saved, model=model, device=cpu)
     formats = [name for name in dict.fromkeys(options.formats) if name in FORMATS]
     for name in formats:

@@ -4,7 +4,6 @@ Shapes: B batch, N tokens (prefix, then patches), P patches, D token width, H he
 classes.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vit.model.attention_model import require_attention
-from vit.model.whole_attention import WholeAttention
+from vit.model.whole_attention import WholeAttention, copy_module
 
 Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens: see `Interventions`
 Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -127,7 +126,7 @@ def gated_weights(model: nn.Module, gates: Tensor, prefix: str = "") -> dict[str
 
 def with_gates(model: nn.Module, gates: Tensor) -> nn.Module:
     """Return a copy of a model whose heads are scaled by gates (L, H)."""
-    copied = copy.deepcopy(model)
+    copied = copy_module(model)
     copied.load_state_dict(gated_weights(model, gates), strict=False)
     for layer, block in enumerate(cast(Any, copied).blocks):
         if isinstance(block.attn, WholeAttention):

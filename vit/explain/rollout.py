@@ -104,8 +104,9 @@ def class_relevance(
     """Compute the relevance of each patch to a class (arXiv 2103.15679, eq. 5 and 6).
 
     Relevance R starts as the identity, and each layer adds mean(relu(∇A ⊙ A)) R, with the mean over
-    heads. The result (B, P), float32, at least 0, in units of the logit, is the row of R - I that
-    the classifier reads: the identity is the same for every patch and would hide the attention.
+    heads. The result (B, P), float32, at least 0, is the row of R - I that the classifier reads:
+    the identity is the same for every patch and would hide the attention. It has no unit, because
+    a path through several layers multiplies their gradients.
     """
     start = _start_row(weights[0], readout, num_prefix_tokens)
     # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.

@@ -4,7 +4,6 @@ Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In sel
 and keys come from the same tokens, so M = N.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +88,10 @@ def for_all_heads(mask: Tensor | None, shape: tuple[int, int, int, int]) -> Tens
     """Return a mask as booleans that broadcast to (B, H, N, N); ValueError if it is ambiguous."""
     if mask is None:
         return None
-    heads = mask.unsqueeze(1) if mask.ndim == 3 else mask
-    sizes = [1] * (4 - heads.ndim) + [*heads.shape]
-    fits = len(sizes) == 4 and all(n in (1, most) for n, most in zip(sizes, shape, strict=True))
+    heads = mask.unsqueeze(1) if mask.ndim == 3 else mask[(None,) * (4 - mask.ndim)]
+    fits = heads.ndim == 4 and all(
+        n in (1, most) for n, most in zip(heads.shape, shape, strict=True)
+    )
     if fits and mask.dtype != torch.bool:
         is_added = mask.is_floating_point() and bool(((heads == 0) | (heads <= -1e4)).all())
         fits = is_added or bool(((heads == 0) | (heads == 1)).all())
@@ -164,7 +164,7 @@ class MultiHeadSelfAttention(nn.Module):
         self.grid = grid or (0, 0)
         self.rel_pos = REL_POS[rel_pos](num_heads, head_dim, self.grid, num_prefix_tokens)
         place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
-        attend: Any = with_all_arguments(attention) if inspect.isfunction(attention) else attention
+        attend: Any = attention and with_all_arguments(attention)
         if isinstance(attend, type):
             widths = {"num_heads": num_heads, "head_dim": head_dim}
             attend = attend(**widths, **accepted_arguments(attend, place))

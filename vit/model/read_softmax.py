@@ -24,6 +24,8 @@ class ReadSoftmax(TorchFunctionMode):
         mask: Boolean, broadcastable to them; None if the module applies its own.
         gates: (H,), by which the weights of each head are multiplied after they are read.
         given: (B, H, N, N) of an earlier call, which the softmaxes of single heads return.
+
+    A module may have a softmax for each head, (B, N, N), or for each head of each image, (N, N).
     """
 
     def __init__(
@@ -32,7 +34,8 @@ class ReadSoftmax(TorchFunctionMode):
         super().__init__()
         self.size, self.mask, self.gates, self.given = size, mask, gates, given
         self.weights: Tensor | None = None  # (B, H, N, N)
-        self.heads: list[Tensor] = []  # (B, N, N) each, of a module with a softmax for each head
+        self.softmaxes = 0  # of all heads at once
+        self.heads: list[Tensor] = []  # of single heads, (B, N, N) or (N, N) each
         self.other: torch.Size | None = None  # of a softmax that is not over tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,27 +50,40 @@ class ReadSoftmax(TorchFunctionMode):
         if given.shape[-2:] != self.size[2:]:
             self.other = given.shape
             return func(*args, **kwargs)
+        mask = self._mask_of(given)
+        weights = func(*args, **kwargs) if mask is None else masked_softmax(given, mask)
+        return self._gated(weights)
+
+    def _mask_of(self, scores: Tensor) -> Tensor | None:
+        """Return the mask of scores, in their shape."""
         if self.mask is None:
-            return self._gated(func(*args, **kwargs))
-        scores, mask = given, self.mask
-        if scores.ndim == 3 and len(scores) == self.size[0]:  # of one head
-            mask = mask[:, min(len(self.heads), mask.shape[1] - 1)]
-        else:
-            scores = scores.view(self.size)
-        return self._gated(masked_softmax(scores, mask).view(given.shape))
+            return None
+        mask = self.mask.expand(self.size)
+        whole = scores.numel() == mask.numel()
+        return mask.reshape(scores.shape) if whole else self._single(mask, scores.ndim)
+
+    def _single(self, whole: Tensor, ndim: int) -> Tensor:
+        """Return the part of (B, H, N, N) that belongs to the next single head."""
+        parts = whole.flatten(0, 1) if ndim == 2 else whole.transpose(0, 1)
+        return parts[min(len(self.heads), len(parts) - 1)]
 
     def _gated(self, weights: Tensor) -> Tensor:
         if weights.numel() == math.prod(self.size):
+            self.softmaxes += 1
             self.weights = weights.view(self.size)
             return (self.weights * self.gates[:, None, None]).view(weights.shape)
-        if weights.shape != (self.size[0], *self.size[2:]) or len(self.heads) == self.size[1]:
+        images, heads, *tokens = self.size
+        counts = {(images, *tokens): heads, (*tokens,): images * heads}
+        count, number = counts.get((*weights.shape,), 0), len(self.heads)
+        if number >= count:
             return weights
         if self.given is not None:
-            weights = self.given[:, len(self.heads)]
+            weights = self._single(self.given, weights.ndim)
         self.heads.append(weights)
-        if len(self.heads) == self.size[1]:
-            self.weights = torch.stack(self.heads, dim=1)
-        return weights * self.gates[len(self.heads) - 1]
+        if len(self.heads) == count:
+            stacked = torch.stack(self.heads, dim=0 if weights.ndim == 2 else 1)
+            self.weights = stacked.view(self.size)
+        return weights * self.gates[number % heads]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -84,8 +100,8 @@ class ReadSoftmax(TorchFunctionMode):
             attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores, attn_mask = scores + attn_mask, None
-        if self.mask is not None:
-            attn_mask = self.mask if attn_mask is None else self.mask & attn_mask
+        if (mask := self._mask_of(scores)) is not None:
+            attn_mask = mask if attn_mask is None else mask & attn_mask
         weights = self._gated(masked_softmax(scores, attn_mask))
         return F.dropout(weights, dropout_p) @ value
 

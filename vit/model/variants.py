@@ -201,6 +201,7 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
     tokens = prefix + math.prod(grid)
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs: Any = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
+    bias: Tensor | None = None
     try:
         if whole:
             module = WholeAttention(variant, dim, heads, grid, prefix, head_dim)
@@ -220,10 +221,7 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
         if not (output.isfinite().all() and weights.isfinite().all()):
             raise ValueError("numbers that are not finite")
-        varies = weights.requires_grad  # not if constant, such as uniform attention
-        learns = [weights, inputs[0]] if varies else inputs[:1]
-        if torch.autograd.grad(output.sum(), learns, allow_unused=True)[0] is None and varies:
-            raise ValueError("an output that does not depend on the weights beside it")
+        _check_graph(output, inputs[0], weights, bias)
     except Exception as error:
         if str(error).startswith(("num_heads: ", "attention: the constructor")):  # our own
             raise ValueError(f"model.{error}") from None
@@ -235,10 +233,25 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
             f"{[*shape]}, and the attention weights that it is computed from, {weights_shape}{hint}"
         ) from error
     _check_model(model, variant, grid, prefix, weights)
-    if not varies and not hint:  # for smaller images, the note has been printed for the full size
+    # The hint is for smaller images, after the note has been printed for the full size.
+    if not weights.requires_grad and not hint:
         note_once(
             f"model.attention: {name}: maps that need gradients of its constant weights are empty"
         )
+
+
+def _check_graph(output: Tensor, query: Tensor, weights: Tensor, bias: Tensor | None) -> None:
+    """Check that an output can be differentiated, and that it depends on its weights and a bias."""
+    made_of = {
+        "the weights beside it": weights,  # constant in uniform attention
+        "its float mask, the bias of model.rel_pos, which must be added to the scores": bias,
+    }
+    learns = {what: x for what, x in made_of.items() if x is not None and x.requires_grad}
+    tensors = [query, *learns.values()]
+    gradients = torch.autograd.grad(output.sum(), tensors, allow_unused=True)
+    for what, gradient in zip(learns, gradients[1:], strict=True):
+        if gradient is None:
+            raise ValueError(f"an output that does not depend on {what}")
 
 
 def _check_model(

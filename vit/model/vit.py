@@ -11,7 +11,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.arguments import Attention, with_all_arguments
+from vit.model.arguments import Attention
 from vit.model.config import UNFIT
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
@@ -90,7 +90,6 @@ class VisionTransformer(nn.Module):
         if (rel_pos, attention) in UNFIT:
             raise ValueError(f"rel_pos: {rel_pos} does not fit {attention} attention")
         attend = find_attention(attention) if isinstance(attention, str) else attention
-        attend = attend and with_all_arguments(attend)
         pooled = global_pool == "avg"
         self.global_pool: str = global_pool
         self.num_classes, self.num_features = num_classes, embed_dim

@@ -9,12 +9,12 @@ Shapes: B batch, H heads, N tokens, D token width.
 import copy
 import inspect
 import math
-from types import SimpleNamespace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
 
 from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
 from vit.model.attention import MultiHeadSelfAttention, for_all_heads
@@ -26,16 +26,17 @@ from vit.settings import require
 WIDTHS = (
     "dim", "embed_dim", "d_model", "input_dim", "input_size", "hidden_size", "n_embd", "d_in",
     "d_out", "hidden_dim", "emb_dim", "embedding_dim", "model_dim", "output_dim", "out_dim",
-    "embed_size", "emb_size", "num_hiddens", "n_embed", "d",
+    "embed_size", "emb_size", "num_hiddens", "n_embed", "d", "hid_dim", "d_embed", "in_dim",
+    "embedding_size",
 )  # fmt: skip
 HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
 HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
 DROPOUTS = (
     "dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop",
-    "resid_pdrop", "resid_dropout",
+    "resid_pdrop", "resid_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob",
 )  # fmt: skip
 LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
-CONFIGS = ("config", "cfg", "args")  # an object with all of these
+CONFIGS = ("config", "cfg", "args")  # an object or a dictionary with all of these
 # Fields of `ModelConfig`, their defaults, and what constructors call them if they take them; rates
 # of dropout have other names in `MultiHeadSelfAttention`.
 OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -43,17 +44,28 @@ OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "proj_drop_rate": (0.0, ()), "attn_drop_rate": (0.0, DROPOUTS), "head_dim": (None, HEAD_WIDTHS),
 }  # fmt: skip
 RATES = {"attn_drop": "attn_drop_rate", "proj_drop": "proj_drop_rate"}
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Fields(dict[str, Any]):
+    """A config whose values constructors read as attributes or as keys."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
 
 def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
     """Return whether an attention is a whole module's class, not a function or class of a head.
 
-    The constructor of the latter takes num_heads and head_dim, and no width.
+    The latter's constructor takes num_heads and head_dim, and no width; its forward, three tensors.
     """
     if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
         return False
     names = {*inspect.signature(attention).parameters}
-    return not {"num_heads", "head_dim"} <= names or not names.isdisjoint(WIDTHS)
+    of_heads = {"num_heads", "head_dim"} <= names and names.isdisjoint(WIDTHS)
+    return not of_heads or len(inspect.signature(attention.forward).parameters) < 4  # with self
 
 
 def takes(attention: type, names: tuple[str, ...]) -> bool:
@@ -81,6 +93,19 @@ def refuse_options(attention: type, options: dict[str, Any], group: str = "") ->
         fits = value == usual or (names != () and takes(attention, names))
         allowed = f"{usual} with {attention.__name__}, a whole module that does not take it"
         require(fits, f"{group}{key}", value, allowed)
+
+
+def copy_module(module: Module) -> Module:
+    """Return a copy of a module, without the graphs of tensors that a user's attention stores."""
+    with _WithoutGraphs():
+        return copy.deepcopy(module)
+
+
+class _WithoutGraphs(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and args[0].grad_fn is not None:
+            args = args[0].detach(), *args[1:]
+        return func(*args, **(kwargs or {}))
 
 
 def stores_results(model: nn.Module) -> bool:
@@ -157,7 +182,7 @@ class WholeAttention(nn.Module):
             (DROPOUTS, attn_drop), (LENGTHS, num_tokens),
         ):  # fmt: skip
             values |= dict.fromkeys(names, value)
-        values |= dict.fromkeys(CONFIGS, SimpleNamespace(**values, bias=True))
+        values |= dict.fromkeys(CONFIGS, Fields(values, bias=True, qkv_bias=True))
         parameters = inspect.signature(attention).parameters
         for parameter in parameters.values():
             if parameter.name not in values and is_required(parameter):
@@ -177,9 +202,10 @@ class WholeAttention(nn.Module):
         required = [name for name in required if name not in MASKS + PLACE]
         self.inputs = min(max(1, len(required)), 3)  # 3 for query, key and value
         self.place |= dict.fromkeys(required[3:])  # such as lengths, which are not known
-        # In its masks True hides a key, so `ReadSoftmax` applies ours.
-        if isinstance(self.module, nn.MultiheadAttention):
-            self.mask_name = None
+        # In the masks of torch's module True hides a key, so `ReadSoftmax` applies ours.
+        wraps_torch = any(isinstance(m, nn.MultiheadAttention) for m in self.module.modules())
+        if wraps_torch and self.mask_name is not None:
+            self.place[self.mask_name], self.mask_name = None, None
         self.mask_ndim = 4  # of a mask (B, 1, N, N) that the module takes; or 3, (B, N, N)
         if self.mask_name is not None:
             mask = torch.ones(2, 1, num_tokens, num_tokens, dtype=torch.bool)
@@ -213,16 +239,17 @@ class WholeAttention(nn.Module):
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
         own = None  # what the module hides itself; `ReadSoftmax` does it for modules that do not
-        if allowed is not None:
-            allowed = allowed[(None,) * (4 - allowed.ndim)]
-            if self.mask_name and (self.mask_ndim == 4 or allowed.shape[1] == 1):
-                own, allowed = allowed if self.mask_ndim == 4 else allowed[:, 0], None
+        by_image = self.mask_ndim == 4 or (allowed is not None and allowed.shape[1] == 1)
+        if allowed is not None and self.mask_name and by_image:
+            own, allowed = allowed.expand(len(x), -1, -1, -1), None
+            own = own if self.mask_ndim == 4 else own[:, 0]
         with ReadSoftmax(size, allowed, self.gates) as read:
             output, weights = self.call(x, own, need_weights, grid)
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
             with ReadSoftmax(size, allowed, self.gates, read.weights):
                 output, _ = self.call(x, own, need_weights, grid)
-        if self.has_softmax and read.weights is not None:
+        combines = read.softmaxes > 1 and weights is not None and weights.shape == size
+        if self.has_softmax and read.weights is not None and not combines:
             weights = read.weights
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
@@ -269,7 +296,7 @@ class WholeAttention(nn.Module):
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
         # The user's code may store what it computes, in the copy; the first call makes lazy layers.
         lazy = any(isinstance(p, UninitializedParameter) for p in self.module.parameters())
-        trial = (self if lazy else copy.deepcopy(self)).eval()
+        trial = (self if lazy else copy_module(self)).eval()
         try:
             read = ReadSoftmax(size, None, self.gates)
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:

@@ -8,7 +8,6 @@ torch.export take images that are normalized already; their metadata say how, th
     input       what the model takes, in words
 """
 
-import copy
 import inspect
 import json
 import re
@@ -29,6 +28,7 @@ from vit.files import write_atomically, write_json
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import NORM_EPS, classifier_layers, complete_arguments
 from vit.model.variants import is_edited
+from vit.model.whole_attention import copy_module
 from vit.pretrained.architecture import by_their_names
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
@@ -235,7 +235,7 @@ def _portable(classifier: Classifier) -> nn.Module:
 
     No format has a place for the temperature, so it is divided out of the last layer.
     """
-    model = copy.deepcopy(classifier.model).to(memory_format=torch.contiguous_format)
+    model = copy_module(classifier.model).to(memory_format=torch.contiguous_format)
     if classifier.calibration:
         with torch.no_grad():
             for parameter in chain(*(head.parameters() for head in classifier_layers(model))):

@@ -16,7 +16,6 @@ model's state dict, as little-endian float32 without gaps. So one graph serves a
 Weights that are stored as float16 are widened before they are loaded.
 """
 
-import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +31,7 @@ from vit.classifier import Classifier
 from vit.console import note_once, shorten, warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
+from vit.model.whole_attention import copy_module
 from vit.reporting.export_formats import to_onnx, trace
 from vit.run.tracker import add_summary
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
@@ -58,7 +58,7 @@ def graph_of(classifier: Classifier) -> bytes:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import fold_constants, remove_unused_nodes
 
-    module, floats = copy.deepcopy(classifier.model).cpu().float(), _floats(classifier.model)
+    module, floats = copy_module(classifier.model).cpu().float(), _floats(classifier.model)
     named = {name: v.to("cpu", torch.float32).contiguous() for name, v in floats.items()}
     interventions, preprocess = Interventions(module), classifier.preprocess
     rows, columns = require_attention(module).patch_embed.grid(*preprocess.image_size)
@@ -114,9 +114,8 @@ class LiveLog:
             return
         weights = weights_of(classifier, dtype)
         if len(weights) > room:
-            largest = f"at most {MAX_LIVE_WEIGHTS / 1e6:.0f} MB can be stored"
-            advice = largest if len(weights) > MAX_LIVE_WEIGHTS else "raise --track.live_mb"
-            reason = f"its weights do not fit as float32; {advice}"
+            reason = f"its weights, {len(weights) / 1e6:.1f} MB as float32, do not fit into the "
+            reason += f"{max(room, 0) / 1e6:.1f} MB left of track.live_mb"
             warn(f"the Attention tab cannot run step {step}: {reason}")
             return
         self._room -= len(weights)
@@ -193,7 +192,7 @@ def _dtype(classifier: Classifier, images: Tensor) -> torch.dtype | None:
     if not all(tensor.isfinite().all() for tensor in rounded.values()):
         return torch.float32
     # In a copy: a signal that breaks this off must not leave the run with rounded weights.
-    trial = copy.deepcopy(model)
+    trial = copy_module(model)
     changed = functional_call(trial, rounded, (inputs,), tie_weights=False)  # each has its value
     error = (changed - logits).abs().max()
     return torch.float16 if error <= HALF_ERROR else torch.float32

@@ -1,6 +1,5 @@
 """The floating-point operations of training, and how they compare with what the machine can do."""
 
-import copy
 import time
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit.hardware import local_processes
+from vit.model.whole_attention import copy_module
 from vit.training.step import TrainingStep
 
 
@@ -44,7 +44,7 @@ def _forward_flop(model: nn.Module, shape: tuple[int, ...]) -> float:
     """Count the FLOP of the forward pass of one input of a shape."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model, device = copy.deepcopy(model).eval(), next(model.parameters()).device
+    model, device = copy_module(model).eval(), next(model.parameters()).device
     # The counter does not know the fused kernels of all devices.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros(2, *shape, device=device))

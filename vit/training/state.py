@@ -1,6 +1,5 @@
 """The state of a training run."""
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from vit.data.images import ImageSet
 from vit.distributed.shard import gathered, needs_shards, shard, to_local
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import classifier_layers
+from vit.model.whole_attention import copy_module
 from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint
 from vit.run.length import Length
@@ -183,7 +183,7 @@ def build_state(
         # The average of -inf and -inf would be NaN.
         ema = ModelEmaV3(model, decay, use_warmup=True, foreach=not sharded, exclude_buffers=masks)
     if sharded:
-        complete = copy.deepcopy(model).to("cpu" if world.main else "meta")
+        complete = copy_module(model).to("cpu" if world.main else "meta")
         for part in [model] if ema is None else [model, ema.module]:
             shard(part, device, run.precision)
     optimizers = build_optimizers(model, config.optim, run.precision)
