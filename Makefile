@@ -10,6 +10,7 @@ COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
 # With TORCH=cpu, PyTorch comes from here, without 4 GB of libraries for GPUs.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
+WITHOUT_GPU := awk '/^[a-z]/ {kept = !/^(torch==|torchvision==|triton|cuda-|nvidia-)/} kept'
 # Tests that start processes wait for them, so one worker more than there are cores.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -79,7 +80,7 @@ tour: .venv/installed-dev
 ifeq ($(TORCH),cpu)
 	$(PIP) --no-deps --index-url $(CPU_INDEX) $$(grep -oE '^torch(vision)?==[0-9.]+' requirements.lock) || { \
 		echo "$(CPU_INDEX) has no torch: leave out TORCH=cpu, or set CPU_INDEX to a mirror"; exit 1; }
-	awk '/^[a-z]/ {kept = !/^(torch|torchvision|triton|cuda-|nvidia-)/} kept' requirements.lock > .venv/cpu.lock
+	$(WITHOUT_GPU) requirements.lock > .venv/cpu.lock
 	$(INSTALL) --no-deps --requirement .venv/cpu.lock
 else
 	$(INSTALL) --requirement requirements.lock
@@ -93,7 +94,9 @@ endif
 	touch $@
 
 .venv/installed-dev: requirements-dev.lock .venv/installed
-	$(INSTALL) --no-binary grad-cam --no-build-isolation --requirement requirements-dev.lock
+	test ! -f .venv/cpu.lock || $(WITHOUT_GPU) requirements-dev.lock > .venv/cpu.lock
+	lock=$$(ls .venv/cpu.lock 2> /dev/null || echo requirements-dev.lock); \
+	$(INSTALL) --no-deps --no-binary grad-cam --no-build-isolation --requirement $$lock
 	touch $@
 
 # REPO_URL is where links to files outside docs/ lead; by default to those here.

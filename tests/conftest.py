@@ -104,7 +104,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the demo, with half of its epochs, created by its command.
+    """The run folder of the demo, with a quarter of its epochs, created by its command.
 
     What the command printed is beside it, in printed.txt.
     """
@@ -117,7 +117,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.parent.mkdir(exist_ok=True)
     with FileLock(base / "demo.lock"):  # the first process creates it, the others wait
         if not (run / "model.safetensors").exists():
-            words = ["--config", ROOT / "configs/shapes.yaml", "--out", run, "--train.epochs", "4"]
+            words = ["--config", ROOT / "configs/shapes.yaml", "--out", run, "--train.epochs", "2"]
             ended = subprocess.run(
                 [sys.executable, ROOT / "train.py", *words],
                 check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -17,7 +17,8 @@ set -euo pipefail
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Restarted processes must not find the addresses of those that have ended.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-srun torchrun \
+# srun does not inherit the number of cores.
+srun --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc_per_node 8 \
     --rdzv_id "$SLURM_JOB_ID" \

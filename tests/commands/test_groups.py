@@ -1,6 +1,7 @@
 """Comparison of groups of runs over seeds, with SciPy as reference."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import scipy.stats
 import torch
 
+from command_line import Call
 from models import save_untrained
 from vit.data import shapes
 from vit.data.datasets import load_test_images
 from vit.evaluation import evaluate
 from vit.intervals import student
+from vit.model_file import BUNDLED
 from vit.pretrained.load import load as load_model
 
 SAME = ("--device", "cpu", "--precision", "float32")
@@ -48,6 +51,17 @@ def test_t_tests_are_those_of_scipy() -> None:
     for alike in ([0.1, 0.1, 0.1], [0.3]):
         sample = torch.tensor(alike, dtype=torch.float64)
         assert student("x", sample) == ({"x": pytest.approx(alike[0]), "x_95": None}, None)
+
+
+def test_images_of_an_included_model_are_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(BUNDLED / "cifar10_quick.safetensors", tmp_path / "run/model.safetensors")
+    monkeypatch.chdir(tmp_path)  # without data/
+    assert call("cifar10", "compare", "run", "--out", "out").code == 0
+    (result,) = (tmp_path / "out").rglob("comparison.json")
+    assert json.loads(result.read_text())["images"] == 8
 
 
 @pytest.fixture(scope="module")

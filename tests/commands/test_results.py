@@ -24,6 +24,7 @@ from vit.data.severities import CORRUPTIONS
 from vit.data.stream import ImageFiles
 from vit.model_file import SavedModel, save_model
 from vit.pretrained.load import load as load_model
+from vit.reporting.loading import results_folder
 from vit.reporting.model_card import model_card
 from vit.run.folder import written_files
 
@@ -76,6 +77,8 @@ def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
         seen = "44 of the 80 test images are training images, too" in ended.error
         assert seen == (words == ("report", "--data.root", others))
     assert call(checkpoint, "report").code == 0
+    step = results_folder(load_model(checkpoint), None, top="export")
+    assert step.parent == run / "export" and step.name.startswith("with_step_")
     now = content(run)
     assert {path: now[path] for path in before} == before
     reports = {path.parent: json.loads(path.read_text()) for path in run.rglob("report.json")}

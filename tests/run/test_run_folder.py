@@ -71,6 +71,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]]
     (MINE, {"model": {"attention": "mine.py:B"}}, {}, r"other data .*: mine\.py:A -> mine\.py:B"),
     ({}, {"train": {"precision": "float32"}}, {}, None),
     ({}, {}, {"precision": "torch.bfloat16"}, r"precision: torch\.float32 -> torch\.bfloat16"),
+    ({}, {"train": {"timeout_minutes": 60}}, {}, None),  # of waiting, not of results
     (EAGER, {}, {}, None),
     (EAGER, {"train": {"compile": True}}, {}, r"train\.compile: False -> True"),
     *(

@@ -20,7 +20,7 @@ from vit.hardware import describe
 from vit.intervals import average, mcnemar, student
 from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
-from vit.model_file import SavedModel
+from vit.model_file import BUNDLED, SavedModel
 from vit.reporting.corruptions import compare_corrupted
 from vit.reporting.loading import load_run, load_test, require_own, require_packages, results_folder
 from vit.reporting.tables import markdown, markdown_table, with_interval
@@ -49,7 +49,7 @@ def run(name: str, options: CompareConfig) -> None:
     paths = [saved.path.resolve() for saved in models]
     if repeated := [path for path in paths if paths.count(path) > 1]:
         raise ValueError(f"compare: {repeated[0]} is given twice; name each run once")
-    tests = [_load_test(saved, first, options.data.root) for saved in models]
+    tests = _load_tests(models, options.data.root)
     names = [printable(saved.name).replace("\\", "_")[:LONGEST_NAME] for saved in models]
     if len({*names}) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names, start=1)]
@@ -147,18 +147,30 @@ def _compare_groups(
     return content, "\n\n".join([markdown_table(table), *map(markdown, (result, *notes))])
 
 
-def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
-    """Load the first model's test images for a model; ValueError if data or classes differ."""
-    data, own = first.config.data, saved.config.data
-    if own.name != data.name and not (own.spec.own_files and data.spec.own_files):
-        raise ValueError(
-            f"compare: {saved.path} was trained on {own.name}, not on {data.name} like "
-            f"{first.path}; only models of the same data set can be compared"
-        )
-    if {*saved.classes} != {*first.classes}:
-        raise ValueError(f"compare: {saved.path} and {first.path} must have the same classes")
-    config = dataclasses.replace(saved.config, data=data)
-    return load_test(dataclasses.replace(saved, config=config), root)
+def _load_tests(models: Sequence[SavedModel], root: str | None) -> list[ImageSet]:
+    """Load the first model's test images for each model, once for models that take the same.
+
+    ValueError if data or classes differ.
+    """
+    first, data = models[0], models[0].config.data
+    for saved in models:
+        own = saved.config.data
+        if own.name != data.name and not (own.spec.own_files and data.spec.own_files):
+            raise ValueError(
+                f"compare: {saved.path} was trained on {own.name}, not on {data.name} like "
+                f"{first.path}; only models of the same data set can be compared"
+            )
+        if {*saved.classes} != {*first.classes}:
+            raise ValueError(f"compare: {saved.path} and {first.path} must have the same classes")
+    loaded: dict[Any, ImageSet] = {}
+    for saved in models:
+        inputs = saved.preprocess, saved.classes, saved.fingerprint
+        if inputs not in loaded:
+            # If the first model is included, the images that come with it are those of all.
+            path = first.path if first.path.parent == BUNDLED else saved.path
+            config = dataclasses.replace(saved.config, data=data)
+            loaded[inputs] = load_test(dataclasses.replace(saved, config=config, path=path), root)
+    return [loaded[saved.preprocess, saved.classes, saved.fingerprint] for saved in models]
 
 
 def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Maps:

@@ -119,7 +119,7 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     if count * number < track.milestones * track.probes:
         less = f"{counted(number, 'image')} at {counted(count, 'step')}"
         more = f"{track.probes} at {track.milestones} would take over a tenth of the run"
-        note(f"attention is logged of {less}; {more}")
+        note(f"attention is logged for {less}; {more}")
     # Training images may be stored larger than the model takes them.
     probes = choose_images(images, number, seed).resized(setup.preprocess)
     steps = Milestones(setup.length, count)

@@ -140,8 +140,8 @@ def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
 
     "deletion" is the mean over levels of the MoRF curve (lower is better), and "insertion" that of
     the LeRF curve (higher is better), which is the insertion curve read backwards if the levels are
-    symmetric around 0.5. "lerf_morf" is half their difference, -0.5 to 0.5: 0 on average for a map
-    that does not depend on the image.
+    symmetric around 0.5. "lerf_morf" is half their difference, -0.5 to 0.5: 0 on average for a
+    random map.
     """
     deletion, insertion = morf.mean(dim=0), lerf.mean(dim=0)
     return {"deletion": deletion, "insertion": insertion, "lerf_morf": (insertion - deletion) / 2}

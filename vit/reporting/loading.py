@@ -48,7 +48,7 @@ def results_folder(
     """Return the folder for results: `names` in out, or in the folder `top` of the run.
 
     Results for other images, in `root`, several views or an earlier checkpoint do not replace the
-    run's own: they are in eval/with_... ValueError if the folder is a file, read-only, or a link
+    run's own: they are in with_... there. ValueError if the folder is a file, read-only, or a link
     inside the run or `out`, see `inside`.
     """
     variant = {1: [], 2: ["flip"]}.get(saved.views, [f"views_{saved.views}"])
@@ -58,7 +58,7 @@ def results_folder(
         place = Path(os.path.realpath(root))
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
         variant.append(f"{printable(place.name)[:40]}_{digest}".replace("\\", "_"))
-    if variant and not out and top == EVAL_FOLDER:
+    if variant and not out:
         names = (f"with_{'_'.join(variant)}", *names)
     folder = inside(Path(out), *names) if out else inside(saved.run, top, *names)
     existing = next(path for path in (folder, *folder.parents) if path.exists())

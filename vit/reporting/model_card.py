@@ -39,10 +39,11 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
         "preprocess": to_dict(saved.preprocess),
         "label_names": list(saved.classes),
     }
+    card = model_card(saved)  # which may fail
     folder.mkdir(parents=True)
     save_model(folder / MODEL_FILE, saved, config, saved.step, saved.fingerprint)
     write_json(folder / "config.json", content)
-    write_atomically(folder / "README.md", model_card(saved).encode())
+    write_atomically(folder / "README.md", card.encode())
     arguments = shlex.join((f"OWNER/{saved.name}", str(folder)))
     say(f"wrote {printable(folder)}; upload it with: hf upload {printable(arguments)}")
 

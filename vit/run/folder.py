@@ -60,6 +60,10 @@ _RESULTS = (
     *(f"{PHOTOS_FOLDER}/*{SHEET_SUFFIX}", "photos_part.csv"),
     "probes/probe_*.png",  # of earlier versions
 )
+_EXPORTED = (
+    *(f"timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
+    *(name for name in (PREPROCESS_FILE, *EXPORTS.values()) if "." in name),
+)
 # The files that a run and its evaluations write, and so those that --overwrite deletes, besides
 # checkpoints. The config is replaced: without one, a folder is no run.
 _WRITTEN = (
@@ -68,8 +72,7 @@ _WRITTEN = (
     *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",
-    *(f"{EXPORT_FOLDER}/timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
-    *(f"{EXPORT_FOLDER}/{name}" for name in (PREPROCESS_FILE, *EXPORTS.values()) if "." in name),
+    *(f"{EXPORT_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _EXPORTED),
     *(f"{at}.*.tmp" for at in ("", "checkpoints/", "eval/", "eval/*/", "eval/*/*/", "export/")),
 )
 # Settings that must not change when a run is resumed.
@@ -149,7 +152,8 @@ def lasting(values: dict[str, Any]) -> dict[str, Any]:
     data = {key: value for key, value in values["data"].items() if key not in free}
     model = {**values["model"], "attention": PureWindowsPath(values["model"]["attention"]).name}
     # The number of processes is compared as a part of the environment, which has torchrun's too.
-    train = {key: value for key, value in values["train"].items() if key != "processes"}
+    others = ("processes", "timeout_minutes")
+    train = {key: value for key, value in values["train"].items() if key not in others}
     return {**values, "data": data, "model": model, "train": train, "out": None}
 
 
