@@ -92,13 +92,14 @@ class TrainConfig:
         small_scale: at first, train on images reduced to this fraction of their sides, rounded to
             whole patches, which is faster; 1 keeps the full size
         small_share: fraction of the training steps that use the smaller images; null is 0.75, or 0
-            with pretrained weights or a frozen backbone, which lose by it
+            with pretrained weights or a frozen backbone, which it would hurt
         batch_size: images per optimizer step; fewer in small sets, so that an epoch uses all
         accumulate: number of micro-batches that a batch is split into, to save memory; batch norm
             of model.stem=conv sees one at a time
         checkpoint_blocks: save memory by recomputing activations in the backward pass (arXiv
             1604.06174); same gradients, slower steps
-        seed: random seed; a run with the same seed gives the same result
+        seed: random seed; the same seed gives the same result on the same machine, unless the run
+            has a time budget
         device: device to run on; auto chooses a GPU if there is one
         processes: number of processes that share each batch on a CPU; null means one per usable
             core, with at least 32 images and 0.6 GB each; a run keeps its number when it is resumed

@@ -103,11 +103,11 @@ class DataConfig:
             side with the mean colour, or squash it
         channels: colour channels of the model's input: 1 is grey, 3 is RGB; null means the data
             set's own, 3 for image files
-        on_bad_image: an image file that cannot be read is an error, or listed and left out (skip)
+        on_bad_image: whether an unreadable image file is an error, or listed and left out (skip)
         memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
             are decoded in every epoch; null means a quarter of the free memory
         workers: number of processes that decode image files, or 0; null means one per usable core,
-            less one, 1 to 16, but none for fewer than 200 files
+            less one while training, 1 to 16, but none for fewer than 200 files
         val_size: number of training images held out for the validation curves, or a fraction of
             each class; null is 1000 of a set of at least 10000 images, else 0.1
         train_size: number of training images to use of those not held out; null uses all

@@ -13,7 +13,7 @@ from vit.data.config import DataConfig
 # Files with these are images; others are opened to see whether they are.
 IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
-    ".gif", ".tga", ".avif", ".heic", ".heif",
+    ".gif", ".tga", ".avif", ".heic", ".heif", ".jp2",
 )  # fmt: skip
 # Raw photos of cameras: Pillow would read only their small previews.
 RAW_SUFFIXES = (".nef", ".dng", ".cr2", ".arw", ".orf", ".rw2", ".pef", ".srw", ".nrw")
