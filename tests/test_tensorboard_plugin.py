@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -22,7 +23,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.base_plugin import TBContext
@@ -314,6 +317,24 @@ def test_runs_with_several_steps_are_listed_first_in_natural_order(ask: Callable
     assert [run["name"] for run in runs] == ["many_steps", "run_2", "run_10", "damaged", "newer"]
     assert runs[1] == {"name": "run_2", "wall_time": 1.7e9 + 100, "several_steps": True}
     assert not any(run["several_steps"] for run in runs[3:])
+
+
+def test_a_list_of_runs_reads_only_those_with_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = EventMultiplexer()
+    provider = MultiplexerDataProvider(events, "")
+    read = Mock(wraps=provider.read_tensors)
+    monkeypatch.setattr(provider, "read_tensors", read)
+    runs = Client(AttentionPlugin(TBContext(data_provider=provider)).get_plugin_apps()["/runs"])
+    with event_file(tmp_path / "run") as writer:
+        for count, step in enumerate((0, 9), 1):
+            write_record(writer, "photo", make_record(), step)
+            writer.flush()
+            events.AddRunsFromDirectory(str(tmp_path)).Reload()
+            for _ in range(2):
+                (run,) = runs.get("/").get_json()["runs"]
+                assert (run["several_steps"], read.call_count) == (step > 0, count)
 
 
 def test_images_have_predictions_details_and_weights_of_each_step(

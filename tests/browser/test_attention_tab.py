@@ -540,6 +540,12 @@ def test_a_low_window_can_be_scrolled(page: Page, address: str) -> None:
     page.mouse.move(300, 300)
     page.mouse.wheel(0, 300)
     expect(frame.locator("canvas.picture").first).to_be_in_viewport()
+    readout = frame.locator(".readout").first
+    readout.evaluate("one => one.scrollIntoView()")
+    place = readout.bounding_box()
+    page.keyboard.press("[")
+    wait_until(frame, "step", STEPS[-2])
+    assert readout.bounding_box() == place  # not back at the list of images
 
 
 def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
@@ -793,6 +799,10 @@ def test_muted_heads_by_keyboard(page: Page, address: str, logged: Logged) -> No
     np.testing.assert_allclose(shown["lens"]["probabilities"], lens[1][:, 0], atol=5e-3)
     same = np.array(shown["lens"]["classes"])[..., 0] == lens[0][:, 0, :, 0].numpy()
     assert same.mean() > 0.97  # the others are almost as probable
+    row = frame.get_by_role("button", name="layer 0", exact=True)
+    row.press("Enter")
+    wait_until(frame, "layer", 0)
+    expect(row).to_be_focused()  # the same question is not asked again
     heard = [*layers[:2], layers[2][:, 1:2], *layers[3:]]
     rollout = attention_rollout(heard, readout="mean", num_prefix_tokens=0)[0]
     page.keyboard.press("2")

@@ -74,10 +74,10 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
     apps = AttentionPlugin(TBContext(data_provider=provider)).get_plugin_apps()
     elements: list[str] = []
     ask = partial(_ask, apps, elements, -1 if steps == "last" else 0)
-    for path in apps:
-        if "." in path and FOR_GPU not in path:
-            ask(path[1:])
     runs = [run["name"] for run in ask("runs")["runs"]]
+    for path in apps:
+        if runs and "." in path and FOR_GPU not in path:
+            ask(path[1:])
     for run in runs:
         shared: set[tuple[str, int]] = set()  # images share frames
         for image in ask("images", run=run).get("images", []):

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ NO_MODEL = (
 
 Answer = dict[str, Any] | bytes
 Series = dict[str, TensorTimeSeries]  # what TensorBoard knows about the tags of a run
+Known = dict[str, tuple[Any, bool]]  # by run: its newest record, and whether it has several steps
 
 
 class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no types
@@ -62,8 +63,9 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
             for file in (STATIC / folder).iterdir()
             if file.suffix in CONTENT_TYPES
         }
+        question = partial(Question, self._provider, {})
         return {
-            path: _application(self._provider, answer, CONTENT_TYPES[suffix])
+            path: _application(question, answer, CONTENT_TYPES[suffix])
             for path, (answer, suffix) in {**files, **ROUTES}.items()
         }
 
@@ -79,8 +81,8 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
 class Question:
     """A request, and what is stored of the run that it names; its errors are one line."""
 
-    def __init__(self, provider: Any, request: wrappers.Request) -> None:
-        self._provider, self.asked = provider, request.args
+    def __init__(self, provider: Any, known: Known, request: wrappers.Request) -> None:
+        self._provider, self._known, self.asked = provider, known, request.args
         self._place = {
             "ctx": plugin_util.context(request.environ),
             "experiment_id": plugin_util.experiment_id(request.environ),
@@ -110,12 +112,20 @@ class Question:
             raise ValueError(f"no run {run!r} with attention; reload the page")
         return series
 
-    def has_several_steps(self, run: str, tag: str) -> bool:
-        """Return whether a tag is stored at several steps; False if it is damaged."""
-        try:
-            return len({datum.step for datum in self._stored(run, tag, 2)}) > 1
-        except ValueError:
-            return False
+    def has_several_steps(self, run: str, tag: str, series: TensorTimeSeries) -> bool:
+        """Return whether a tag is stored at several steps; False if it is damaged.
+
+        An open tab asks every few seconds, so a run is read only when it has something new.
+        """
+        newest = self._place["experiment_id"], tag, series.max_step, series.max_wall_time
+        read, several = self._known.get(run, (None, False))
+        if read != newest:
+            try:
+                several = len({datum.step for datum in self._stored(run, tag, 2)}) > 1
+            except ValueError:
+                several = False
+            self._known[run] = newest, several
+        return several
 
     def read(self, tag: str) -> dict[int, tuple[TensorDatum, bytes]]:
         """Return what is stored at all steps of a tag; the last, if one was written again."""
@@ -161,7 +171,7 @@ def _runs(question: Question) -> Answer:
         {
             "name": run,
             "wall_time": max(tag.max_wall_time for tag in series.values()),
-            "several_steps": question.has_several_steps(run, images[0]),
+            "several_steps": question.has_several_steps(run, images[0], series[images[0]]),
         }
         for run, series in question.list_runs().items()
         if (images := _image_tags(series))
@@ -277,13 +287,15 @@ ROUTES: dict[str, tuple[Callable[[Question], Answer], str]] = {
 }
 
 
-def _application(provider: Any, answer: Callable[[Question], Answer], content_type: str) -> Any:
+def _application(
+    question: Callable[..., Question], answer: Callable[[Question], Answer], content_type: str
+) -> Any:
     """Turn a function from a question to JSON or bytes into a WSGI application."""
 
     @wrappers.Request.application
     def application(request: wrappers.Request) -> wrappers.Response:
         try:
-            return http_util.Respond(request, answer(Question(provider, request)), content_type)
+            return http_util.Respond(request, answer(question(request)), content_type)
         except (KeyError, ValueError) as error:  # or a parameter is missing
             code, text = 400, str(error)
         except grpc.RpcError as error:

@@ -22,7 +22,6 @@ export class App {
   state = parseState(readAddress());
   runs = []; // as listed by the server
   pointed = null; // name of the token under the pointer
-  paints = 0;
   brush = "point"; // one of BRUSHES in what_if.js
   brushes = false; // whether the pointer is a brush on the picture
   held = null; // the patch that is being moved or swapped
@@ -228,7 +227,6 @@ export class App {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
       this.panes.forEach((pane) => pane.element.hidden || pane.paint());
-      this.paints += 1;
       clearTimeout(this.speaking);
       this.speaking = setTimeout(() => write(this.live, this.panes[0].read()), SPEAK);
     });
@@ -484,9 +482,8 @@ function inOrder(list, before = []) {
   return { ...list, images: list.images.toSorted((a, b) => rank(a) - rank(b)) };
 }
 
-/** Return the newest run, of those with several steps if there are some. */
+/** Return the newest run, of those with several steps if there are some: they are listed first. */
 function latest(runs) {
-  const trained = runs.filter((run) => run.several_steps);
-  const among = trained.length ? trained : runs;
+  const among = runs.filter((run) => run.several_steps === runs[0].several_steps);
   return among.reduce((best, run) => (run.wall_time > best.wall_time ? run : best));
 }

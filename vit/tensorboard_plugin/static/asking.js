@@ -3,7 +3,7 @@
 import { Cache, fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
 import { changedPatches, changedPixels, mutedHeads } from "./edits.js";
 import { LiveModel, aborted } from "./live.js";
-import { MEAN, Weights, range } from "./maths.js";
+import { MEAN, Weights, bestOf, range } from "./maths.js";
 import { prepare } from "./photo.js";
 import { canvasesOf } from "./raster.js";
 
@@ -71,13 +71,15 @@ export async function pixelsOf(record, spec, photo = null) {
 }
 
 /**
- * Return a record of what the model says after a change, with `change` as what was before and is now.
+ * Return a record of what the model says after a change; its `change` has the question, and what
+ * was before and is now.
  *
- * @param {{mute: string, patches: string, photo: ?File, other: ?object}} edits - `other` is the
- *   record that lends its patches.
+ * @param {{live: object, mute: string, patches: string, photo: ?File, other: ?object}} question -
+ *   `live` is that of `liveOf`, `other` the record that lends its patches.
  * @param {string} slot - Who asks; a newer question of the same one replaces a waiting one.
  */
-export async function ask(record, live, { mute, patches, photo, other }, slot) {
+export async function ask(record, question, slot) {
+  const { live, mute, patches, photo, other } = question;
   const { spec } = live;
   const heads = mutedHeads(mute, record);
   const changed = changedPatches(patches, record);
@@ -97,7 +99,7 @@ export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const lender = other && (await pixelsOf(other, spec));
   const pixels = changedPixels(image, changed, spec, lender?.width === image.width ? lender : null);
   const after = isChanged ? await model.classify(pixels.data, { mute: heads, hide, slot }) : before;
-  const change = { mute, patches, before, after, isChanged };
+  const change = { ...question, before, after, isChanged };
   return { ...recordOf(record, pixels, hide, heads, after, photo), change };
 }
 
@@ -109,7 +111,6 @@ function recordOf(record, pixels, hide, muted, after, photo) {
   const ones = new Float32Array(layers * heads * tokens).fill(1);
   const values = without(after.weights, removed, tokens);
   const weights = new Weights(values, ones, shape, removed, muted);
-  const order = range(after.probabilities.length).sort((a, b) => after.logits[b] - after.logits[a]);
   return {
     ...record,
     ...canvasesOf(pixels),
@@ -118,7 +119,7 @@ function recordOf(record, pixels, hide, muted, after, photo) {
     details: {
       ...details,
       ...(photo ? { image: `photo ${photo.name}`, name: photo.name, label: null } : {}),
-      top: order.slice(0, TOP).map((index) => [index, after.probabilities[index]]),
+      top: bestOf(after.logits, TOP).map((index) => [index, after.probabilities[index]]),
       lens: after.lens,
       maps: rolloutOf(record, weights),
       statistics: {

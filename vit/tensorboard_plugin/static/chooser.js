@@ -7,6 +7,7 @@ const MOODS = { null: ["", ""], true: ["right", "✓ "], false: ["wrong", "✗ "
 
 export class Chooser {
   #shown = "";
+  #chosen = ""; // the run and the image to which the list was scrolled
 
   /** Call `choose` with an image's tag. */
   constructor(choose) {
@@ -14,16 +15,18 @@ export class Chooser {
     this.element = make("aside", { class: "chooser", "aria-label": "Images" });
   }
 
-  render(images, { image: chosen, step }) {
+  render(images, { run, image: chosen, step }) {
     const rows = images.map((image) => ({ image, at: predictionAt(image, step) }));
     const shown = JSON.stringify(rows);
     if (shown !== this.#shown) this.element.replaceChildren(...rows.map((row) => this.#row(row)));
     this.#shown = shown; // else a button may keep the focus
     images.forEach(({ tag }, index) => {
       const row = this.element.children[index];
-      const before = row.getAttribute("aria-pressed");
       row.setAttribute("aria-pressed", String(tag === chosen));
-      if (tag === chosen && before !== "true") row.scrollIntoView({ block: "nearest" });
+      const place = JSON.stringify([run, tag]);
+      if (tag !== chosen || place === this.#chosen) return;
+      row.scrollIntoView({ block: "nearest" });
+      this.#chosen = place;
     });
   }
 

@@ -72,6 +72,8 @@ export class HeadsView {
     this.all = inOrder
       ? range(layers).flatMap((layer) => [...range(heads), ...FUSED].map((head) => [layer, head]))
       : sortedHeads(statistic, state.order === "highest");
+    const isLarge = ([layer, head]) => layer === state.layer && head === state.head;
+    this.large = this.all.findIndex(isLarge); // -1: none
     const free = width - LABEL - FUSED_GAP;
     const fitting = Math.floor(free / (Math.max(SMALLEST, columns, prefix) + GAP));
     const lines = Math.ceil(perLayer / Math.max(1, fitting)); // of a layer
@@ -235,16 +237,9 @@ export class HeadsView {
     if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     event.stopPropagation();
-    const { chosen } = this;
-    const at = this.all.findIndex(
-      ([layer, head]) => layer === chosen.layer && head === chosen.head,
-    );
-    const next = this.all[Math.max(at, 0) + by];
+    const next = this.all[Math.max(this.large, 0) + by];
     if (!next) return;
     await choose(...next);
     this.anchor.scrollIntoView({ block: "nearest" });
   }
-
-  /** The map shown large. */
-  chosen = { layer: 0, head: 0 };
 }

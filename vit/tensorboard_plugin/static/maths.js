@@ -189,6 +189,13 @@ export function indexOfLargest(values) {
   return best;
 }
 
+/** Return the indices of the largest values, the largest first. */
+export function bestOf(values, count) {
+  return range(values.length)
+    .sort((a, b) => values[b] - values[a])
+    .slice(0, count);
+}
+
 export function endsOf(values) {
   let [smallest, largest] = [Infinity, -Infinity];
   for (let index = 0; index < values.length; index++) {

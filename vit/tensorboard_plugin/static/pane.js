@@ -189,7 +189,11 @@ export class Pane {
         throw new Error("There is no other image; choose a second image.");
       const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));
       const { mute, patches } = app.state;
-      return await ask(logged, live, { mute, patches, photo: app.photo, other }, this.side);
+      const question = { live, mute, patches, photo: app.photo, other };
+      const asked = this.logged === logged && this.record.change;
+      const isAnswered = Object.keys(question).every((name) => question[name] === asked?.[name]);
+      // The same record is not drawn again, so that a button keeps the focus.
+      return isAnswered ? this.record : await ask(logged, question, this.side);
     } catch (error) {
       if (error.name === "AbortError" && turn !== this.#turn) return null;
       say(error.message);
@@ -379,7 +383,6 @@ export class Pane {
       },
     );
     const view = this.views[state.view];
-    view.chosen = { layer: state.layer, head: state.head };
     if (state.view === "heads" && scene.attention) view.paint(scene.attention, token, scales);
     if (state.view === "maps") view.paint(record, patchOf(pointer ?? token), scales);
     if (state.view === "features") view.paint(scene.similar, patchOf(token), scales.similarity);

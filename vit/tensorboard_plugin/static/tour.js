@@ -6,7 +6,7 @@ import { fillPatches } from "./edits.js";
 import { readAddress } from "./host.js";
 import { mapsOf } from "./kinds.js";
 import { lensOf } from "./lens.js";
-import { MEAN, digits, indexOfLargest, percent, range, tokenName } from "./maths.js";
+import { MEAN, bestOf, digits, indexOfLargest, percent, tokenName } from "./maths.js";
 import { parseState } from "./state.js";
 import * as de from "./tour_de.js";
 import * as en from "./tour_en.js";
@@ -69,9 +69,8 @@ function showLens(record) {
 function hidePatches(record) {
   const relevance = mapsOf(record, null).find((map) => map.kind === "lrp");
   const values = relevance?.values ?? rolloutOf(record);
-  const order = range(values.length).sort((a, b) => values[b] - values[a]);
-  const count = Math.ceil(HIDDEN * order.length);
-  const fills = order.slice(0, count).map((patch) => [patch, "mean"]);
+  const count = Math.ceil(HIDDEN * values.length);
+  const fills = bestOf(values, count).map((patch) => [patch, "mean"]);
   const patches = fillPatches("", fills);
   return [
     { patches, heat: "no" },

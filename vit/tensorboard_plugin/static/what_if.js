@@ -2,7 +2,7 @@
 
 import { describeEdits } from "./edits.js";
 import { button, make, menu, offer, write } from "./dom.js";
-import { percent, range } from "./maths.js";
+import { bestOf, percent, range } from "./maths.js";
 import { FUSED } from "./state.js";
 
 export const BRUSHES = {
@@ -132,8 +132,8 @@ export class Change {
     if (!isChanged) return write(this.logit, "");
     const { before, after } = change;
     const wanted = target ?? record.details.label;
-    const chosen = before.logits[wanted] === undefined ? bestOf(before, 1)[0] : wanted;
-    const best = [chosen, ...bestOf(after, 2), ...bestOf(before, ROWS)];
+    const chosen = before.logits[wanted] === undefined ? bestOf(before.logits, 1)[0] : wanted;
+    const best = [chosen, ...bestOf(after.logits, 2), ...bestOf(before.logits, ROWS)];
     const shown = [...new Set(best)].slice(0, ROWS);
     shown.sort((a, b) => before.logits[b] - before.logits[a]);
     const [was, is] = [before, after].map(({ logits }) => signed(logits[chosen], ""));
@@ -166,12 +166,6 @@ function nameOf(record, index) {
 function barOf(probability) {
   const length = make("i", { style: `transform: scaleX(${probability})` });
   return make("td", "number", length, make("span", {}, percent(probability)));
-}
-
-function bestOf({ logits }, count) {
-  return range(logits.length)
-    .sort((a, b) => logits[b] - logits[a])
-    .slice(0, count);
 }
 
 function signed(value, plus = "+") {
