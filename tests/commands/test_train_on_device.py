@@ -94,6 +94,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "autocast", lambda _, *args, **how: autocast("cpu", *args, **how))
     monkeypatch.delitem(OPTIMIZERS["muon"].arguments, "fused")
+    monkeypatch.setattr("vit.training.flop.product_speed", lambda *_: 1e12)  # large matrices
     for module in ("vit.training.start", "vit.model_file"):
         monkeypatch.setattr(f"{module}.choose_device", lambda _: DEVICE)
     real = torch.get_device_module

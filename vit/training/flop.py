@@ -53,10 +53,10 @@ def _forward_flop(model: nn.Module, shape: tuple[int, ...]) -> float:
 
 def product_speed(device: torch.device, precision: torch.dtype, processes: int) -> float:
     """Measure the FLOP/s that matrix products reach on all devices of some processes."""
-    size = 2048 if device.type == "cpu" else 8192  # rows and columns of square matrices
+    size = 1024 if device.type == "cpu" else 8192  # rows and columns of square matrices
     matrix = torch.randn(size, size, device=device, dtype=precision)
     seconds = []
-    for _ in range(4):
+    for _ in range(8):
         begin = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - begin)
