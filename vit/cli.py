@@ -202,7 +202,7 @@ def _differences(config: Config, plans: Plans) -> dict[float, Any]:
         epochs: {
             group: {key: new for key, new in values.items() if new != usual[group][key]}
             for group, values in to_dict(plan).items()
-            if group in ("model", "augment", "optim") and values != usual[group]
+            if values != usual[group]
         }
         for epochs, plan in plans.items()
     }

@@ -18,7 +18,7 @@ def download(name: str) -> Path:
         ValueError: There is no such model, or neither the Hub nor a copy can be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     repository, _, revision = name.removeprefix(HUB).partition("@")
     try:
@@ -28,13 +28,9 @@ def download(name: str) -> Path:
             f"{name} is not in the cache, and the Hub cannot be reached; connect to the internet, "
             f"or download it elsewhere with: hf download {repository} --local-dir FOLDER"
         ) from None
-    except (HFValidationError, HfHubHTTPError) as error:
+    except Exception as error:  # of many kinds, such as those of a proxy
+        reason = shorten(str(error) or repr(error), 200)
         raise ValueError(
-            f"{name} cannot be downloaded ({shorten(error, 80)}); it must be {HUB}OWNER/NAME, and "
-            "if it is private, log in with hf auth login"
-        ) from None
-    except Exception as error:  # such as those of a proxy
-        reason = f"{type(error).__name__}: {shorten(error, 200)}"
-        raise ValueError(
-            f"{name} cannot be downloaded ({reason}); check the network, or download it elsewhere"
+            f"{name} cannot be downloaded ({reason}); it must be {HUB}OWNER/NAME; check the "
+            "network, and if it is private, log in with hf auth login"
         ) from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import runpy
 import sys
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import EpsImagePlugin, ExifTags, Image, UnidentifiedImageError
+from PIL import EpsImagePlugin, ExifTags, Image, ImageOps, UnidentifiedImageError
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
@@ -173,6 +174,9 @@ def test_16_bits_are_scaled_alike_in_dark_and_bright_images(tmp_path: Path, suff
     for kind in (np.uint16, np.int32) if suffix == "tif" else (np.uint16,):  # of 8 bits
         Image.fromarray(np.array([[0, 3, 128, 255]], kind)).save(path)
         assert to_photo(path, 1)[0, :, 0].tolist() == [0, 3, 128, 255]
+    dark, bright = (Image.fromarray(np.array([row], np.uint16)) for row in ([0, 200], [514, 9_000]))
+    dark.save(path := tmp_path / "bands.tif", save_all=True, append_images=[bright])
+    assert to_photo(path, 2).tolist() == [[[0, 2], [0, 35]]]
     Image.fromarray(np.array([[70_000]], np.int32)).save(tmp_path / "deeper.tif")
     with pytest.raises(ValueError, match=r"deeper\.tif has values below 0 or above 65,535"):
         to_photo(tmp_path / "deeper.tif")
@@ -192,9 +196,16 @@ def test_what_is_transparent_is_seen_on_white(tmp_path: Path) -> None:
 
 
 def test_damaged_notes_are_ignored_and_damaged_images_refused(tmp_path: Path) -> None:
-    exif = b"Exif\0\0II*\0\x08\0\0\0\x05\0"  # five entries are announced, none is there
-    Image.new("RGB", (9, 12), "red").save(tmp_path / "notes.jpg", exif=exif)
-    assert np.ptp(to_photo(tmp_path / "notes.jpg"), axis=(0, 1)).max() <= 2
+    # Five entries are announced and none is there; a quarter turn beside a resolution that is
+    # text; and what is no EXIF at all.
+    turn, text = b"\x12\1\3\0\1\0\0\0\6\0\0\0", b"\x1a\1\2\0\3\0\0\0abc\0"
+    for notes in (b"II*\0\x08\0\0\0\5\0", b"II*\0\x08\0\0\0\2\0" + turn + text, b"damaged"):
+        for name in ("notes.jpg", "notes.png"):
+            red = Image.new("RGB", (9, 12), "red")
+            red.save(tmp_path / name, exif=b"Exif\0\0" + notes, dpi=(72, 72))
+            found = to_photo(tmp_path / name)
+            assert (found.shape == (9, 12, 3)) == (turn in notes)
+            assert np.ptp(found, axis=(0, 1)).max() <= 2
     for kind in ("PNG", "JPEG", "GIF", "BMP"):
         file, cut = io.BytesIO(), tmp_path / "cut"
         Image.fromarray(photo(20, 30)).save(file, kind)
@@ -256,6 +267,9 @@ def test_only_the_named_formats_are_read_and_no_program_is_started(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     exported = runpy.run_path(vit.data.pixels.__file__)["open_image"]
+    image.save(tmp_path / "x.NEF", "TIFF")
+    with pytest.raises(ValueError, match=r"x\.NEF is a camera.s raw photo, .*; convert it to JPEG"):
+        to_photo(tmp_path / "x.NEF")
     for kind in ("EPS", "PCX"):
         image.save(tmp_path / "x.png", kind)
         with pytest.raises(ValueError, match=r"x\.png cannot be read as an image: unknown format$"):
@@ -274,11 +288,12 @@ def test_only_the_named_formats_are_read_and_no_program_is_started(
 
 
 def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # taken with the camera on its side
-    pixels = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
-    np.testing.assert_array_equal(to_photo(tmp_path / "photo.png"), np.rot90(pixels, -1))
+    for turn, suffix in itertools.product(range(1, 9), ("png", "tif")):  # how the camera was held
+        path, exif = tmp_path / f"{turn}.{suffix}", Image.Exif()
+        exif[ExifTags.Base.Orientation] = turn
+        Image.fromarray(photo(4, 6)).save(path, exif=exif)
+        with Image.open(path) as image:
+            np.testing.assert_array_equal(to_photo(path), ImageOps.exif_transpose(image))
     first, second = (Image.new("RGB", (4, 4), (n, n, n)) for n in (10, 200))
     for suffix in ("tif", "gif"):
         first.save(tmp_path / f"several.{suffix}", save_all=True, append_images=[second])

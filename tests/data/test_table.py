@@ -99,6 +99,7 @@ def test_a_link_to_another_row_is_an_image_as_in_a_folder(folder):
 
 def test_split_of_a_run_is_a_table_with_the_same_test_images(tmp_path):
     data = DataConfig(name="folder", root=str(draw_pictures(tmp_path / "in", 30)))
+    (tmp_path / "in/a/0.png").rename(tmp_path / "in/a/\udce4.png")  # not UTF-8
     write_split(Config(data=data, out=str(tmp_path)), *split_training(data, seed=0))
     table = (tmp_path / "split.csv").rename(tmp_path / "in/split.csv")
     assert recognize(table) == "table"
@@ -130,6 +131,8 @@ WRONG = [
     (["path,label", *rows(["caf\u00e9"] * 2 + ["cafe\u0301"] * 2)], "two classes in ROOT are"),
     (["path,label,split", *rows("ab", ["train"] * 2)], "class a has 0 test images, class b has 0"),
     (["path,label", "\udcff"], "is not a CSV file in UTF-8 ("),
+    (["path,label", "images/0.png,\udcff"], "is not a CSV file in UTF-8 ("),
+    (["path,label\udcff", *rows("ab")], "is not a CSV file in UTF-8 ("),
 ]
 
 

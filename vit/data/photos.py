@@ -14,11 +14,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vit.console import counted, note_once
-from vit.data.layout import image_files, note_unused
-from vit.data.pixels import Bands, Unusable, bands_of, open_image
+from vit.data.layout import RAW_SUFFIXES, image_files, note_unused
+from vit.data.pixels import FORMATS, Bands, Unusable, bands_of, open_image
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 NEEDS_HEIF = "HEIC needs a package; run pip install pillow-heif"
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
 
 class IgnoredWarnings:
@@ -143,6 +144,9 @@ def _require_file(path: Path, key: str) -> Path:
 
 def _read(file: Path | TarMember, channels: int) -> Bands:
     """Read a file; what Pillow only warns of, an image above its limit, is an error here."""
+    if file.name.lower().endswith(RAW_SUFFIXES):
+        small = "of which only a small preview could be read"
+        raise Unusable(f"is a camera's raw photo, {small}; convert it to JPEG or PNG")
     try:
         stream = file if isinstance(file, Path) else file.open()
         with IGNORED_WARNINGS, open_image(stream) as image:
@@ -155,11 +159,17 @@ def _read(file: Path | TarMember, channels: int) -> Bands:
         most = f"{(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels"
         problem = f"it has more than {most}, the largest that are read; save a smaller copy"
     except UnidentifiedImageError:
-        heic = file.name.lower().endswith((".heic", ".heif"))
-        problem = NEEDS_HEIF if heic else "unknown format"
+        problem = NEEDS_HEIF if _needs_heif(file) else "unknown format"
     except Exception as error:  # Pillow's decoders raise all kinds of errors
         problem = str(error)
     raise Unusable(f"cannot be read as an image: {problem}")
+
+
+def _needs_heif(file: Path | TarMember) -> bool:
+    """Tell whether a file, whatever its name, is a HEIC photo, for which the package is missing."""
+    with file.open("rb") if isinstance(file, Path) else file.open() as stream:
+        start = stream.read(12)
+    return start[4:8] == b"ftyp" and start[8:] in HEIC_BRANDS and "HEIF" not in FORMATS
 
 
 def _bands_of_array(array: np.ndarray, channels: int) -> Bands:

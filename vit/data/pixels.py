@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, ImageSequence
+from PIL import ExifTags, Image, ImageSequence
 
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF", "JPEG2000", "TGA", "AVIF"]
 with contextlib.suppress(ImportError):  # with this package, Pillow reads HEIC files
@@ -26,6 +26,12 @@ open_image = functools.partial(Image.open, formats=FORMATS)
 Bands = tuple[Image.Image, ...]  # for 3 channels an RGB image, otherwise a grey one for each
 DEEPEST = 65_535  # largest 16-bit value
 STORED_BANDS = ("LA", "RGBA", "CMYK")  # modes of two and four channels, a letter for each
+# What turns an image upright, by its EXIF tag Orientation.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 # A longer photo is cut to this aspect ratio first, or a line of pixels would exceed the memory.
 LONGEST = 100
 
@@ -140,10 +146,13 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
     # Otherwise the other pages, which may be masks that Pillow cannot read, do not matter.
     is_stack = channels not in (1, 3) and image.format == "TIFF"
     if is_stack and channels == getattr(image, "n_frames", 1):
-        return tuple(bands_of(page.copy(), 1)[0] for page in ImageSequence.Iterator(image))
-    if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
-        return ImageOps.exif_transpose(image).split()
+        pages = [_upright(page.copy()) for page in ImageSequence.Iterator(image)]
+        largest = max(map(_largest, pages))  # of all, so that all are scaled alike
+        return tuple(_in_8_bits(page, largest).convert("L") for page in pages)
     photo = _upright(image)
+    if channels not in (1, 3) and photo.mode in STORED_BANDS and len(photo.mode) == channels:
+        return photo.split()
+    photo = _in_8_bits(photo, _largest(photo))
     if channels in (1, 3):
         mode = "RGB" if channels == 3 else "L"
         return (photo if photo.mode == mode else photo.convert(mode),)
@@ -154,22 +163,36 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Return the image, or the first of a file, loaded: mode L where it is grey, else RGB."""
+    """Return the image, or the first of a file, loaded and turned as its EXIF data says."""
     if image.mode == "F":
         raise Unusable("has floating-point pixels, which are not supported; convert it to 8 bits")
-    upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-    photo = image if upright else ImageOps.exif_transpose(image)  # which always makes a copy
-    if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
-        grey = np.asarray(photo).astype(np.int64)
-        if grey.min() < 0 or grey.max() > DEEPEST:
-            problem = f"has values below 0 or above {DEEPEST:,}, which are not supported"
-            raise Unusable(f"{problem}; convert it to 16 bits")
+    image.load()  # first, as it turns a TIFF
+    turn = None
+    with contextlib.suppress(Exception):  # of damaged EXIF data, which do not matter
+        turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return image if turn is None else image.transpose(turn)
+
+
+def _largest(photo: Image.Image) -> int:
+    """Return the largest value of a grey image of 16 bits, which Pillow would clip at 255; or 0."""
+    if not photo.mode.startswith("I"):
+        return 0
+    grey = np.asarray(photo)
+    if grey.min() < 0 or grey.max() > DEEPEST:
+        problem = f"has values below 0 or above {DEEPEST:,}, which are not supported"
+        raise Unusable(f"{problem}; convert it to 16 bits")
+    return int(grey.max())
+
+
+def _in_8_bits(photo: Image.Image, largest: int) -> Image.Image:
+    """Return a photo on white: mode L where it is grey, else RGB."""
+    if photo.mode.startswith("I"):
+        grey = np.asarray(photo)
         # Values up to 255 are taken for 8 bits; a division would leave nothing but black.
-        return Image.fromarray((grey // 257 if grey.max() > 255 else grey).astype(np.uint8))
+        return Image.fromarray((grey // 257 if largest > 255 else grey).astype(np.uint8))
     if photo.has_transparency_data:
         photo = photo.convert("RGBA")
         white = Image.new("RGBA", photo.size, "white")
         return Image.alpha_composite(white, photo).convert("RGB")
-    photo.load()
     mode = "L" if photo.mode in ("1", "L") else "RGB"
     return photo if photo.mode == mode else photo.convert(mode)

@@ -52,11 +52,12 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
         )
     rows, seen = dict[str, tuple[str, str | None]](), set[str]()
     try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
+        with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
             delimiter = max(",;\t", key=stream.readline().count)  # Excel writes all of them
             stream.seek(0)
             reader = csv.DictReader(stream, delimiter=delimiter)
             names = [name.strip().lower() for name in reader.fieldnames or []]
+            "".join(names).encode()  # raises if the table is not in UTF-8
             reader.fieldnames = columns = [ALSO.get(name, name) for name in names]
             for column in (PATH, LABEL, SPLIT):
                 if columns.count(column) > 1:
@@ -77,6 +78,8 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                 shown = shorten(path, 300)
                 target, split = os.path.abspath(path), values.get(SPLIT)  # noqa: PTH100 - keeps links
                 part, missing = part_of(split or ""), not os.path.isfile(path)  # noqa: PTH113
+                # Names of files may be any bytes.
+                "".join(values[name] for name in values if name != PATH or missing).encode()
                 unknown = split is not None and part is None
                 problems = {
                     "more values than the header has columns": None in record,
@@ -89,6 +92,6 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                     raise ValueError(f"data.root: {file}, line {reader.line_num}: {wrong[0]}")
                 seen.add(target)
                 rows[path] = values[LABEL], part
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (UnicodeError, csv.Error) as error:
         raise ValueError(f"data.root: {file} is not a CSV file in UTF-8 ({error})") from None
     return rows
