@@ -95,6 +95,8 @@ def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
         (ValueError("out of memory"), 2, "error: out of memory\n"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "out of memory; use a smaller"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "out of memory; use a"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), 2, "out of memory; use a"),
+        (RuntimeError("ERROR_HOST_ALLOCATION_FAILED"), 2, "out of memory; use a"),  # of cuDNN 9
         (MemoryError("no room"), 2, "out of memory; use a smaller model or batch: no room\n"),
         (RuntimeError("put_ does not have a deterministic implementation"), 2, "; train without"),
         (RuntimeError("CUDA error: no kernel image is available"), 2, "use the CPU ("),

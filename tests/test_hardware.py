@@ -1,7 +1,9 @@
 """Choosing devices and precision; cores and memory, in containers as well."""
 
+import getpass
 import os
 import platform
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +104,17 @@ def test_torch_keeps_to_the_limits_of_a_container(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(hardware, "usable_cores", lambda limit=limit: limit)
             choose_device("cpu")
             assert torch.get_num_threads() == threads
+
+
+def test_a_user_of_a_container_who_has_no_name_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(variable, "")
+    runpy.run_path(hardware.__file__)
+    assert getpass.getuser() == f"uid_{os.getuid()}"
 
 
 @pytest.mark.parametrize(("version", "group"), [(2, ""), (2, "job"), (1, "job")])

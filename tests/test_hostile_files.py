@@ -131,7 +131,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_sealed(path: Path, content: Any) -> Path:
     """Write a checkpoint with any content and a digest that is right."""
     torch.save(content, buffer := io.BytesIO())
-    path.write_bytes(seal(buffer.getvalue()))
+    path.write_bytes(seal(buffer))
     return path
 
 

@@ -86,7 +86,10 @@ def _escaped(line: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error raised by torch or Python means that memory ran out."""
-    texts = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")
+    texts = (
+        *("can't allocate memory", "not enough memory", "out of memory", "bad allocation"),
+        *("STATUS_ALLOC_FAILED", "ALLOCATION_FAILED"),  # of cuBLAS and cuDNN
+    )
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )

@@ -42,7 +42,7 @@ def require_file(path: Path) -> Path:
     return path
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Write a file completely, or leave the old one unchanged; errors as `open_atomically`."""
     with open_atomically(path) as file:
         file.write(data)
@@ -72,7 +72,9 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 def write_json(path: Path, values: Any) -> None:
     """Write a JSON file."""
-    write_atomically(path, json.dumps(values, indent=1).encode())
+    # JSON cannot hold file names that are not UTF-8: such bytes become question marks.
+    text = json.dumps(values, ensure_ascii=False).encode(errors="replace")
+    write_atomically(path, json.dumps(json.loads(text), indent=1).encode())
 
 
 def write_picture(path: Path, pixels: np.ndarray) -> None:
@@ -110,13 +112,15 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def seal(data: bytes) -> bytes:
-    """Append the SHA-256 digest of data to it."""
-    return data + hashlib.sha256(data).digest()
+def seal(buffer: io.BytesIO) -> memoryview:
+    """Append the SHA-256 digest of a buffer's content to it, without copying it; return both."""
+    digest = hashlib.sha256(buffer.getbuffer()).digest()
+    buffer.seek(0, io.SEEK_END)
+    buffer.write(digest)
+    return buffer.getbuffer()
 
 
-def unseal(sealed: bytes) -> bytes | None:
-    """Return the data that `seal` was given, or None if anything in it has changed."""
+def is_sealed(data: bytes) -> bool:
+    """Return whether data end with the digest of the rest."""
     size = hashlib.sha256().digest_size
-    data = sealed[:-size]
-    return data if hashlib.sha256(data).digest() == sealed[-size:] else None
+    return hashlib.sha256(memoryview(data)[:-size]).digest() == data[-size:]

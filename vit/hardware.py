@@ -2,9 +2,12 @@
 
 import contextlib
 import ctypes
+import getpass
 import itertools
 import math
+import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +20,8 @@ from vit.console import counted
 
 T = TypeVar("T")
 R = TypeVar("R")
+# How processes are started: a copy has imported everything, but is safe on Linux only.
+PROCESSES: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 CGROUP = Path("/sys/fs/cgroup")  # the limits of containers and jobs on Linux
 OWN_GROUPS = Path("/proc/self/cgroup")
@@ -26,6 +31,12 @@ MEMORY_LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+# Before torch 2.13, its compiler, which even an optimizer imports, needs the name of the user.
+try:
+    getpass.getuser()
+except (KeyError, OSError):  # in a container
+    os.environ["USER"] = f"uid_{os.getuid()}"
 
 
 def choose_device(name: str) -> torch.device:

@@ -23,7 +23,7 @@ from vit.classifier import Classifier, build_model
 from vit.config import Config, StoredConfig
 from vit.console import printable, shorten, warn
 from vit.data.preprocess import Preprocess
-from vit.files import require_file, unseal, write_atomically
+from vit.files import is_sealed, require_file, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
 from vit.model.definitions import is_in_file
 from vit.model.variants import attention_code, find_attention
@@ -234,7 +234,7 @@ def is_own_file(path: Path) -> bool:
     """Return whether a file is a model file or checkpoint of this project, possibly damaged."""
     if path.suffix != MODEL_SUFFIX:
         is_checkpoint = path in checkpoint_paths(path.parent.parent)
-        return is_checkpoint or unseal(require_file(path).read_bytes()) is not None
+        return is_checkpoint or is_sealed(require_file(path).read_bytes())
     try:
         metadata = _metadata(path)
     except (safetensors.SafetensorError, OSError):

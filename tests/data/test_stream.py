@@ -1,6 +1,7 @@
 """Images in files: the same bits as in memory, whatever happens to the files or the workers."""
 
 import multiprocessing
+import operator
 import os
 import shutil
 import signal
@@ -22,16 +23,17 @@ from small_runs import assert_same_state, begin, deadline, is_alive, make_loop, 
 from vit.cli import user_errors
 from vit.commands.train import load_data
 from vit.config import Config
-from vit.data import stream
+from vit.data import datasets, stream
 from vit.data.config import DataConfig
 from vit.data.datasets import fit_into_memory, load_training, open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
-from vit.distributed.world import Stopped, stop_on_signals
-from vit.hardware import usable_cores
+from vit.distributed.world import Stopped, World, stop_on_signals
+from vit.hardware import PROCESSES, usable_cores
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import check_run, prepare_run
+from worlds import in_world
 
 CLASSES = ("cat", "dog", "owl")
 
@@ -206,11 +208,20 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
         # In a pool's worker, which may not start processes.
         patch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
         assert files.num_workers == 0
+    with monkeypatch.context() as patch:  # one of two processes, for which the other one waits
+        started, worker = [], stream._worker
+        patch.setattr(stream, "_worker", lambda preprocess: started.append(1) or worker(preprocess))
+        patch.setattr(stream, "usable_cores", lambda: 2)
+        patch.setattr(stream, "FEW", 48)
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        files.read()
+        assert (len(started), files.num_workers) == (2, 1)
     images = open_images(folder(pictures, workers=2), train=True)
     batches = images.batches(torch.arange(48).view(12, 4))
     next(batches), next(batches)  # one of each worker, which ignores signals once it has begun
     workers = multiprocessing.active_children()
     assert len(workers) == 2
+    assert all(isinstance(worker, PROCESSES.Process) for worker in workers)
     for worker in workers:
         os.kill(worker.pid or 0, signal.SIGINT)
         os.kill(worker.pid or 0, signal.SIGTERM)
@@ -328,22 +339,38 @@ def test_workers_end_with_their_process_however_it_ends(pictures: Path, end: str
 
 
 def test_unreadable_files_are_left_out_alike(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In memory, in files, and in a process that could read what the first one could not."""
-    intact = shutil.copytree(root, tmp_path / "intact")
+    """In memory and in files."""
     for path in (*(root / "train").glob("dog/*4.png"), *(root / "train").glob("owl/*5.jpg")):
         break_file(path)
-    shared: dict[str, Any] = {}
-    kept = load_training(folder(root, on_bad_image="skip", memory_gb=1), 0, shared=shared)
+    kept = load_training(folder(root, on_bad_image="skip", memory_gb=1), 0)
     streamed = load_training(folder(root, on_bad_image="skip"), 0)
     one, other = capsys.readouterr().err.splitlines()
     assert one == other and one.startswith("skipped ")
-    second = load_training(folder(intact, on_bad_image="skip"), 0, shared=shared)
     assert sum(map(len, kept)) < 48
-    assert isinstance(second[0].images, torch.Tensor)  # in memory, as in the first process
     assert isinstance(streamed[0].images, ImageFiles)
-    for left, *others in zip(kept, streamed, second, strict=True):
-        for right in others:
-            assert torch.equal(left.labels, right.labels)
-            assert torch.equal(left.images, right.pixels())
+    for left, right in zip(kept, streamed, strict=True):
+        assert torch.equal(left.labels, right.labels)
+        assert torch.equal(left.images, right.pixels())
+
+
+def load_alike(world: World, *configs: Config) -> None:
+    """Load images, whose files only the first process may list and decode."""
+    if not world.main:
+        vars(datasets)["open_images"] = vars(stream)["_decode_files"] = None
+    for config in configs:
+        for images in load_data(begin(config, world=world)):
+            expected = world.agree(images)
+            assert torch.equal(images.labels, expected.labels)
+            assert images.origins == expected.origins
+            equal = torch.equal if config.data.memory_gb else operator.eq
+            assert equal(images.images, expected.images)
+
+
+@pytest.mark.slow
+def test_the_first_of_several_processes_reads_the_files_for_all(root: Path, tmp_path: Path) -> None:
+    break_file(root / "train/dog/04.png")
+    kinds = ({}, {"memory_gb": 1}, {"memory_gb": 1, "val_size": 0})
+    configs = (streaming(tmp_path, root, on_bad_image="skip", **kind) for kind in kinds)
+    in_world(2, tmp_path, load_alike, *configs)

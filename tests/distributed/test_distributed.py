@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from vit.console import rank
+from vit.distributed.launch import launched
 from vit.distributed.world import (
     MEETING,
     Batch,
@@ -41,26 +43,26 @@ class Recorded(World):
 
     said: ClassVar[list[Any]] = []
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value: Any, group: Any = None) -> Any:
         if self.main:
             self.said.append(value)
         return self.said[-1]
 
 
-def test_others_hear_what_the_main_process_has_found_or_that_it_failed() -> None:
+def test_others_hear_that_the_main_process_is_done_or_has_failed() -> None:
     Recorded.said.clear()
-    with Recorded(0, 2).main_first() as told:
-        told["unreadable"] = [3, 7]
-    with Recorded(1, 2).main_first() as told:
-        assert told == {"unreadable": [3, 7]}
+    entered = []
+    for number in (0, 1):
+        with Recorded(number, 2).main_first():
+            entered.append(number)
+    assert entered == [0, 1]
     assert len(Recorded.said) == 1  # once the main process is done, and by nobody else
     with pytest.raises(OSError, match="disk"), Recorded(0, 2).main_first():
         raise OSError("disk")
     assert len(Recorded.said) == 2
-    entered = []
     with pytest.raises(SystemExit) as ended, Recorded(1, 2).main_first():
         entered.append(1)
-    assert ended.value.code == 2 and entered == []
+    assert ended.value.code == 2 and entered == [0, 1]
 
 
 def test_parts_of_a_batch_are_equal_and_together_the_batch() -> None:
@@ -90,24 +92,57 @@ def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
         monkeypatch.setenv(name, value)
     torch.set_num_threads(1)  # a copy of this process has none of its threads
     child = os.fork()
-    monkeypatch.setenv("RANK", "0" if child else "1")
+    monkeypatch.setenv("RANK", "1" if child else "0")
     if not child:
-        with join_world(CPU, timeout_minutes=1):
+        with join_world(CPU, timeout_minutes=1) as world:
+            with world.main_first():
+                time.sleep(4)  # as it reads images, which takes longer than any step
             time.sleep(0 if ends else 20)
             os._exit(0)
     words = "another process of the run has ended" if ends else "not answered for 0.05 minutes"
     lost = pytest.raises(ConnectionLost, match=f"{words}.*; rerun the command to resume")
+    waited = False
     with lost, join_world(CPU, timeout_minutes=0.05) as world:
+        with world.main_first():
+            waited = True
         world.largest(torch.ones(1))
+    assert waited
     os.kill(child, 9)
     os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_process_that_ends_before_it_joins_is_not_waited_for(
+    typed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed because memory ran out, or by Ctrl-C, which ends all."""
+
+    def work() -> None:
+        if rank():
+            time.sleep(0.5)  # until the first process waits
+            if typed:
+                os.kill(os.getppid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with join_world(CPU, timeout_minutes=1):
+            pass
+
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", MEETING, "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")  # so that what `launched` sets is restored
+    # A shell that starts the tests in the background has it ignored.
+    before, began = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
+    error, text = (KeyboardInterrupt, None) if typed else (ValueError, "process 1 .* by SIGKILL")
+    with pytest.raises(error, match=text), launched(2, work):
+        work()
+    signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < 30
 
 
 def test_an_error_about_a_folder_is_not_one_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     met = iter([(torch.distributed.HashStore(), 0, 2)])
     monkeypatch.setattr("vit.distributed.world.rendezvous", lambda *_, **__: met)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
     with (
         pytest.raises(ValueError, match=r"^data\.root: igloo/1\.jpg"),  # which contains "gloo"
         join_world(CPU, timeout_minutes=1),
@@ -234,6 +269,7 @@ def test_a_second_run_in_a_process_does_not_meet_the_first(
         stores[-1].set("address", "of this run")
 
     monkeypatch.setattr(dist, "init_process_group", connect)
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
     for _ in range(2):
         with join_world(CPU, timeout_minutes=1):
             pass

@@ -3,7 +3,9 @@
 import io
 import pickle
 import shutil
+import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,17 @@ def test_average_of_a_checkpoint_is_preferred(config: Config, tmp_path: Path) ->
     assert saved.preprocess == PREPROCESS
 
 
+def test_a_checkpoint_is_in_memory_once_besides_its_tensors(config: Config, tmp_path: Path) -> None:
+    large = replace(state(config), model={"weight": torch.zeros(10**6)})
+    path = tmp_path / "checkpoints" / "step_00000001.pt"
+    for work in (partial(save_checkpoint, tmp_path, large), partial(read_checkpoint, path)):
+        tracemalloc.start()
+        work()
+        _, most = tracemalloc.get_traced_memory()  # without torch's tensors
+        tracemalloc.stop()
+        assert 4 * 10**6 < most < 6 * 10**6
+
+
 def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +110,7 @@ def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
 def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     evil = torch_bytes({**vars(state(config)), "extra": Payload(proof)})
-    for data in (evil, seal(evil)):
+    for data in (evil, seal(io.BytesIO(evil))):
         (tmp_path / "evil.pt").write_bytes(data)
         with pytest.raises(ValueError, match=r"evil\.pt is not a checkpoint"):
             read_checkpoint(tmp_path / "evil.pt")

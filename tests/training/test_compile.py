@@ -7,9 +7,9 @@ import pytest
 import torch
 from einops import rearrange
 
-from small_runs import CPU, assert_same_state, changed, make_step, metrics, small
+from small_runs import CPU, assert_same_state, begin, changed, make_step, metrics, small
 from vit.classifier import Classifier
-from vit.commands.train import train
+from vit.commands.train import load_data, train
 from vit.config import Config
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
@@ -97,6 +97,21 @@ def tiny(out: Path, **train: Any) -> Config:
         train={"epochs": 2, "batch_size": 16, "accumulate": 1, "small_scale": 1.0, **train},
         track={"probes": 0, "every": 1},
     )
+
+
+def test_a_run_compiles_once_even_if_its_time_budget_changes_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "missing_tool", lambda _: None)
+    monkeypatch.setattr(build, "compiled", lambda forward, by_block: forward)
+    for name in ("WARMUP_STEPS", "TIMED_STEPS"):
+        monkeypatch.setattr(build, name, 1)
+    config = tiny(tmp_path, compile=True, budget_minutes=1.0)
+    plan, run = changed(config, augment={"crop_padding": 3}), begin(config)
+    run, step = build.build_within(run, *load_data(run), None, {0.0: plan})
+    assert run.config == plan and step.compiled
+    printed = capsys.readouterr().out
+    assert printed.count("budget ") == printed.count("compiling the model") == 1
 
 
 @pytest.mark.slow

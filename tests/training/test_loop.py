@@ -136,12 +136,15 @@ def test_validation_has_statistics_of_full_size(
     assert fresh == {5: True, 10: False, 15: False}
 
 
-def test_statistics_of_images_are_those_of_torch(tmp_path: Path) -> None:
+def test_statistics_of_images_are_those_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit.evaluation.MOST_PIXELS", 64 * 32**2)  # at once; else 128 images
     loop = make_loop(small(tmp_path, model=NO_DROPOUT, **BARE))
     images = choose_images(loop.training, 256, 0)
     classifier = loop.classifier()
     expected = copy.deepcopy(classifier.model).train()
-    update_bn([classifier.normalize(part) for part in images.images.split(128)], expected)
+    update_bn([classifier.normalize(part) for part in images.images.split(64)], expected)
     own = with_statistics(classifier, images).model
     assert not own.training and any("running_mean" in name for name, _ in own.named_buffers())
     for (name, buffer), other in zip(own.named_buffers(), expected.buffers(), strict=True):

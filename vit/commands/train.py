@@ -8,13 +8,14 @@ budget, the clock decides how many steps follow.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier
@@ -24,6 +25,7 @@ from vit.console import argument, program, say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_batches, epoch_batches
+from vit.distributed.world import World
 from vit.evaluation import Evaluator, Setup, Validation
 from vit.model.config import ModelConfig
 from vit.model.variants import attention_of, is_edited, load_attention
@@ -129,15 +131,16 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
     """
     config, checkpoint, world = run.config, run.checkpoint, run.world
     data = config.data
-    with world.main_first() as shared:
-        training, held_out = load_training(
-            data, config.train.seed, run.preprocess,
-            run.preprocess.stored() if config.augment.crop == "resized" else None,
-            check=world.main and checkpoint is None,  # once a run
-            shared=shared,
-            device=run.device,
-        )  # fmt: skip
-    world.largest(torch.zeros(1))  # waits for all, as loading is not training time
+    sets: Sequence[ImageSet] = ()
+    with world.main_first():
+        if world.main:
+            sets = load_training(
+                data, config.train.seed, run.preprocess,
+                run.preprocess.stored() if config.augment.crop == "resized" else None,
+                check=checkpoint is None,  # once a run
+                device=run.device,
+            )  # fmt: skip
+    training, held_out = share(sets, world)
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
         same_files = checkpoint.fingerprint in ("", training.fingerprint)  # "" in old checkpoints
@@ -150,6 +153,18 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
                 "in another folder with --out"
             )
     return training.to(run.device), held_out.to(run.device)
+
+
+def share(sets: Sequence[ImageSet], world: World) -> Iterator[ImageSet]:
+    """Yield the main process's sets in all processes, so that each file is decoded once."""
+    # Pixels are not pickled, which would take several times their memory.
+    shapes = [replace(images, images=images.images.to(torch.device("meta"))) for images in sets]
+    for number, images in enumerate(world.agree(shapes)):
+        pixels: Any = images.images
+        if isinstance(pixels, Tensor):
+            pixels = sets[number].images if world.main else torch.empty_like(pixels, device="cpu")
+            pixels = world.share(pixels)
+        yield replace(images, images=pixels)
 
 
 @contextlib.contextmanager

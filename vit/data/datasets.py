@@ -27,9 +27,7 @@ CPU = torch.device("cpu")
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
 
-def open_images(
-    data: DataConfig, train: bool, count: int | None = None, shared: dict[str, Any] | None = None
-) -> ImageSet:
+def open_images(data: DataConfig, train: bool, count: int | None = None) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
     They have the data set's order and size; training images in files are shuffled with a fixed
@@ -37,8 +35,6 @@ def open_images(
 
     Args:
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
-        shared: Filled by the first of several processes with the problems of unreadable files, so
-            that all leave out the same ones, see `World.main_first`.
 
     Raises:
         ValueError: The data or a package for it is missing, or no image of a class can be read.
@@ -54,10 +50,7 @@ def open_images(
     if isinstance(images.images, Tensor):
         return images
     if data.on_bad_image == "skip":
-        shared = {} if shared is None else shared
-        if "unreadable" not in shared:
-            shared["unreadable"] = dict(images.images.problems())
-        images = _drop(images, shared["unreadable"])
+        images = _drop(images, dict(images.images.problems()))
     if not train:
         return images
     # Shuffled, so that the first few already cover all classes.
@@ -68,7 +61,9 @@ def _drop(images: ImageSet, unreadable: dict[int, str]) -> ImageSet:
     """Leave out and name the unreadable images, given as the problem of each index."""
     if not unreadable:
         return images
-    names = join([images.name(index) for index in unreadable]) + _heic_hint(unreadable.values())
+    names = join([images.name(index) for index in unreadable])
+    if any(NEEDS_HEIF in problem for problem in unreadable.values()):
+        names += f"; {NEEDS_HEIF}"
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
     note(f"skipped {count} that cannot be read: {names}")
     kept, _ = images.divide(torch.tensor([*unreadable]))
@@ -78,12 +73,6 @@ def _drop(images: ImageSet, unreadable: dict[int, str]) -> ImageSet:
             f"be read ({names}); replace them, or delete the class"
         )
     return kept
-
-
-def _heic_hint(problems: Iterable[str]) -> str:
-    """Return a hint on how to read HEIC photos if this is one of the problems, else ""."""
-    some = any(NEEDS_HEIF in problem for problem in problems)
-    return "; HEIC photos need a package: run pip install pillow-heif" if some else ""
 
 
 def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> ImageSet:
@@ -119,7 +108,6 @@ def load_training(
     preprocess: Preprocess | None = None,
     stored: Preprocess | None = None,
     check: bool = True,
-    shared: dict[str, Any] | None = None,
     device: torch.device = CPU,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images and the held-out images of a data set; the seed decides the split.
@@ -131,7 +119,6 @@ def load_training(
         preprocess: Resizes the images; None is the data set's.
         stored: Resizes the training images instead, see `Preprocess.stored`.
         check: Whether to decode images that are not kept in memory.
-        shared: As for `open_images`; also whether the images are in memory.
         device: Where images in memory will be moved.
 
     Raises:
@@ -139,7 +126,7 @@ def load_training(
             or a class would be left without training images.
     """
     preprocess = preprocess or Preprocess.from_config(data)
-    training, held = split_training(data, seed, shared)
+    training, held = split_training(data, seed)
     training, held = training.resized(stored or preprocess), held.resized(preprocess)
     sets = [training, held]
     if check and not data.spec.test_included:  # also downloads them; skip decodes them
@@ -147,10 +134,7 @@ def load_training(
         if training.fingerprint:
             report_copies(sets)
             _note_first(training)
-    shared = {} if shared is None else shared
-    if "in_memory" not in shared:
-        shared["in_memory"] = fit_into_memory((training, held), data.memory_gb, device)
-    if shared["in_memory"]:
+    if fit_into_memory((training, held), data.memory_gb, device):
         try:
             training, held = training.in_memory(), held.in_memory()
         except ValueError:
@@ -170,9 +154,9 @@ def _require_readable(sets: Sequence[ImageSet]) -> None:
         if isinstance(images.images, ImageFiles):
             problems += [(images.name(index), text) for index, text in images.images.problems()]
     if problems:
+        problems.sort(key=lambda problem: NEEDS_HEIF not in problem[1])  # what helps comes first
         names, (first, *others) = zip(*problems, strict=True)
-        hint = "" if NEEDS_HEIF in first else _heic_hint(others)
-        listed = f"; {len(names):,} files cannot be read: {join(names)}{hint}"
+        listed = f"; {len(names):,} files cannot be read: {join(names)}"
         raise ValueError(f"{first}{listed if others else ''}; {UNREADABLE}")
 
 
@@ -210,9 +194,7 @@ def _note_first(images: ImageSet) -> None:
             note(f"{images.name(0)} is nearly black, with values up to {largest} of 255; {hint}")
 
 
-def split_training(
-    data: DataConfig, seed: int, shared: dict[str, Any] | None = None
-) -> tuple[ImageSet, ImageSet]:
+def split_training(data: DataConfig, seed: int) -> tuple[ImageSet, ImageSet]:
     """Divide a data set into training images and held-out images; files are not decoded.
 
     Arguments and errors as for `load_training`.
@@ -221,7 +203,7 @@ def split_training(
     if data.spec.drawn and size is not None:  # draws no more than needed
         val_size = held_out_beside(size, val_size)
         count = size + val_size
-    images = open_images(data, True, count, shared)
+    images = open_images(data, True, count)
     if images.held is not None:
         allowed = f"null, because {data.root} says which images are held out"
         require(val_size is None, "data.val_size", val_size, allowed)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from tqdm import tqdm
 from vit.console import rank
 from vit.data.photos import TarMember
 from vit.data.preprocess import Preprocess
-from vit.hardware import local_processes, usable_cores
+from vit.hardware import PROCESSES, local_processes, usable_cores
 
 FEW = 200  # files; starting processes takes longer than reading fewer
 FIRST_BYTES = 4096  # of a file, which tell nearly all files of a size apart
@@ -64,9 +65,10 @@ def first_copies(files: Sequence[ImageFile | int]) -> Tensor:
 
 def _stat(file: ImageFile | int) -> tuple[int, int]:
     """Return the size and the modification time, 0 where they are not known."""
-    if isinstance(file, str) and os.path.isfile(file):  # noqa: PTH113 - faster
-        stat = os.stat(file)  # noqa: PTH116
-        return stat.st_size, stat.st_mtime_ns
+    with contextlib.suppress(OSError):
+        if isinstance(file, str):
+            stat = os.stat(file)  # noqa: PTH116 - faster
+            return stat.st_size, stat.st_mtime_ns
     return (file.size if isinstance(file, TarMember) else 0), 0
 
 
@@ -110,10 +112,10 @@ def _work(preprocess: Preprocess, pipe: Connection, other_end: Connection) -> No
 
 
 @contextlib.contextmanager
-def _worker(preprocess: Preprocess) -> Iterator[tuple[multiprocessing.Process, Connection]]:
+def _worker(preprocess: Preprocess) -> Iterator[tuple[BaseProcess, Connection]]:
     """Start a process that decodes lists of files, one at a time; yield it and the pipe to it."""
-    pipe, end = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=_work, args=(preprocess, end, pipe), daemon=True)
+    pipe, end = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_work, args=(preprocess, end, pipe), daemon=True)
     with end:
         process.start()
     # Also at exit, when Python itself would send SIGTERM, which is ignored, and wait forever.
@@ -134,8 +136,8 @@ class ImageFiles:
 
     paths: tuple[ImageFile, ...]  # the N files
     preprocess: Preprocess  # crops and resizes the images
-    # Number of processes that decode; 0 decodes in this one. None means one per usable core, less
-    # one, 1 to 16, shared by the processes of a run; 0 for fewer than 200 files.
+    # Number of processes that decode; 0 decodes in this one. None means one per usable core, up to
+    # 16, less one in each process of a run that computes meanwhile; 0 for fewer than 200 files.
     workers: int | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - where the images are moved to
 
@@ -158,12 +160,15 @@ class ImageFiles:
 
     @property
     def num_workers(self) -> int:
-        """Number of processes that decode."""
+        """Number of processes that decode while this one computes."""
+        return self.workers_on(usable_cores() // local_processes() - 1)
+
+    def workers_on(self, cores: int) -> int:
+        """Return the number of processes that decode on a number of cores."""
         if self.workers is not None:
             return self.workers
-        cores = usable_cores() // local_processes()
         is_worker = multiprocessing.current_process().daemon  # which may not start processes
-        return 0 if len(self) < FEW or is_worker else min(max(1, cores - 1), MOST_WORKERS)
+        return 0 if len(self) < FEW or is_worker else min(max(1, cores), MOST_WORKERS)
 
     def to(self, device: torch.device) -> "ImageFiles":
         """Return the same files, whose images are moved to a device."""
@@ -175,7 +180,8 @@ class ImageFiles:
 
     def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         """Decode the images at indices (B,) for each batch: (B, C, H, W) uint8, on the device."""
-        for pixels, problems in self._decode([batch.tolist() for batch in batches]):
+        tasks = [batch.tolist() for batch in batches]
+        for pixels, problems in self._decode(tasks, self.num_workers):
             _require_readable(problems.values())
             images = torch.from_numpy(pixels)
             is_cuda = self.device.type == "cuda"
@@ -186,30 +192,36 @@ class ImageFiles:
     def read(self) -> Tensor:
         """Decode all images into one tensor (N, C, H, W) uint8 on the device."""
         pixels = torch.empty(self.shape, dtype=torch.uint8)
-        for start, images, problems in self.decode_all("reading images"):
+        for start, images, problems in self.decode_all("reading images", waits=True):
             _require_readable(problems.values())
             pixels[start : start + len(images)] = images
         return pixels.to(self.device)
 
     def problems(self) -> Iterator[tuple[int, str]]:
         """Decode all images; yield the index and the problem of each that cannot be read."""
-        for start, _, problems in self.decode_all("checking images"):
+        for start, _, problems in self.decode_all("checking images", waits=True):
             for position, problem in problems.items():
                 yield start + position, problem
 
-    def decode_all(self, title: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
-        """Decode all images in parts, with a progress bar; yield also each part's first index."""
+    def decode_all(
+        self, title: str, waits: bool = False
+    ) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
+        """Decode all images in parts, with a progress bar; yield also each part's first index.
+
+        `waits` is whether all processes of a run wait meanwhile; else this one computes, too.
+        """
         tasks = [range(len(self))[i : i + AT_ONCE] for i in range(0, len(self), AT_ONCE)]
+        count = self.workers_on(usable_cores()) if waits else self.num_workers
         hidden = True if rank() else None  # None shows the bar on terminals only
         with tqdm(total=len(self), desc=title, unit="image", leave=False, disable=hidden) as bar:
-            for task, (images, problems) in zip(tasks, self._decode(tasks), strict=True):
+            for task, (images, problems) in zip(tasks, self._decode(tasks, count), strict=True):
                 yield task.start, torch.from_numpy(images), problems
                 bar.update(len(images))
 
-    def _decode(self, tasks: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+    def _decode(self, tasks: Sequence[Sequence[int]], count: int) -> Iterator[Decoded]:
         """Decode the files of one list after the other; workers decode the next ones meanwhile."""
         files = [[self.paths[index] for index in task] for task in tasks]
-        if not (count := min(self.num_workers, len(tasks))):
+        if not (count := min(count, len(tasks))):
             yield from (_decode_files(part, self.preprocess) for part in files)
             return
         with contextlib.ExitStack() as stack:

@@ -6,11 +6,9 @@ speed. Processes that share a batch wait for each other once per step.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,8 +21,8 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from vit.console import rank
-from vit.distributed.world import MEETING, ConnectionLost, under_torchrun
-from vit.hardware import cores_to_use
+from vit.distributed.world import MEETING, STARTED, ConnectionLost, under_torchrun
+from vit.hardware import PROCESSES, cores_to_use
 
 PATIENCE = 10  # seconds in which the other processes end after the first one, or after a failure
 LOOPBACK = ("lo", "lo0")  # on Linux and macOS
@@ -69,16 +67,17 @@ def launched(count: int, work: Callable[[], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def _others(count: int, threads: int, work: Callable[[], object]) -> Iterator[None]:
     """Call `_run` in `count` other processes while this one, the first, runs the code inside."""
-    # A copy of this process has imported everything. Elsewhere, copies are not safe.
-    method = "fork" if sys.platform == "linux" else "spawn"
-    errors: Errors = multiprocessing.get_context(method).SimpleQueue()
+    errors: Errors = PROCESSES.SimpleQueue()
+    method = PROCESSES.get_start_method()
     context = start_processes(_run, (errors, threads, work), count, join=False, start_method=method)
+    STARTED.extend(context.processes)
     try:
         yield
     except ConnectionLost as error:
         _report_end(context.processes, errors)
         raise ValueError(str(error)) from None
     finally:
+        STARTED.clear()
         for process in context.processes:
             process.join(PATIENCE)
             process.kill()

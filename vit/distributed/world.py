@@ -9,9 +9,11 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -26,6 +28,8 @@ from vit.console import rank
 MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find each other
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 RUNS = itertools.count()  # of this process: torchrun's store outlives a run
+STARTED: list[BaseProcess] = []  # the other processes of the run, where this one has started them
+LONGEST_WAIT = timedelta(days=10)  # of other processes while the main one reads images
 Batch = tuple[Tensor, Tensor]
 
 
@@ -35,6 +39,7 @@ class World:
 
     rank: int = 0  # of this process, 0 to size - 1
     size: int = 1  # number of processes
+    patient: Any = None  # a group of all processes, in which they wait for each other longer
 
     @property
     def main(self) -> bool:
@@ -64,34 +69,37 @@ class World:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def agree(self, value: Any) -> Any:
+    def agree(self, value: Any, group: Any = None) -> Any:
         """Return the main process's value in all processes."""
         box = [value]
         if self.size > 1:
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
-    @contextlib.contextmanager
-    def main_first(self) -> Iterator[dict[str, Any]]:
-        """Let the main process do something before the others, such as downloading files.
+    def share(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor on the CPU with that of the main process, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
 
-        The main process fills the dictionary, and the others get it filled.
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the main process do something before the others, however long it takes.
 
         Raises:
             SystemExit: In the other processes, with 2 if the main process fails with a ValueError
                 or OSError; it alone reports the problem.
         """
-        shared: dict[str, Any] | None = {} if self.main else self.agree(None)
-        if shared is None:
+        if not self.main and not self.agree(None, self.patient):
             raise SystemExit(2)
         try:
-            yield shared
+            yield
         except (ValueError, OSError):
             if self.main:
-                self.agree(None)
+                self.agree(False, self.patient)
             raise
         if self.main:
-            self.agree(shared)
+            self.agree(True, self.patient)
 
 
 def under_torchrun() -> bool:
@@ -134,8 +142,10 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         store = next(rendezvous(meeting, rank(), size, timeout=timeout))[0]
         store.set_timeout(timeout)
         store = PrefixStore(f"start {restarts}, run {next(RUNS)}", store)
+        _meet(store, size, timeout)
         dist.init_process_group(backend, None, timeout, size, rank(), store)
-        yield World(rank(), size)
+        patient = dist.new_group(timeout=LONGEST_WAIT, backend="gloo")
+        yield World(rank(), size, patient)
     except Exception as error:
         message = str(error).lower()
         is_gloo = isinstance(error, RuntimeError) and "gloo" in message
@@ -151,12 +161,27 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         if "timed out" in message:
             setting = "train.timeout_minutes"
             problem = f"{setting}: another process has not answered for {timeout_minutes:g} minutes"
-        hint = "rerun the command to resume, without --overwrite; if files were still being read, "
-        hint += "raise --train.timeout_minutes"
+        hint = "rerun the command to resume, without --overwrite"
         raise ConnectionLost(f"{problem}; {hint}") from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(store: PrefixStore, size: int, timeout: timedelta) -> None:
+    """Say that this process is there, and wait for those that it has started.
+
+    Unlike the connecting that follows, this can be interrupted, and notices if a process ends.
+    """
+    store.set(f"process {rank()}", "is there")
+    keys = [f"process {number}" for number in range(size)]
+    end = time.monotonic() + timeout.total_seconds()
+    while STARTED and not store.check(keys):
+        if any(process.exitcode is not None for process in STARTED):
+            raise dist.DistError("a process has ended")
+        if time.monotonic() > end:
+            raise dist.DistError("timed out")
+        time.sleep(0.05)
 
 
 class Stopped(BaseException):

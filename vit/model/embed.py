@@ -94,9 +94,10 @@ def whiten(conv: nn.Conv2d, images: Tensor, eps: float = WHITENING_EPS) -> None:
     initial values.
     """
     rows, columns = conv.kernel_size
-    patches = F.unfold(images, (rows, columns), stride=conv.stride)
-    patches = rearrange(patches, "b d n -> (b n) d")
-    covariance = patches.T @ patches / len(patches)
+    # Few images at once, because patches that overlap take many times the memory of their images.
+    parts = (F.unfold(part, (rows, columns), stride=conv.stride) for part in images.split(8))
+    moments = torch.stack([(p @ p.mT).sum(dim=0) / p.shape[-1] for p in parts])
+    covariance = moments.sum(dim=0) / len(images)
     # On the CPU, because MPS has no eigh.
     variances, components = (p.to(conv.weight) for p in torch.linalg.eigh(covariance.cpu()))
     whitening = (components / (variances + eps).sqrt()).T.flip(0)

@@ -24,7 +24,7 @@ from vit.console import is_out_of_memory, warn
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import is_sharded
 from vit.distributed.world import World
-from vit.files import require_file, seal, unseal, write_atomically
+from vit.files import is_sealed, require_file, seal, write_atomically
 from vit.run.sharded import delete, read_state, read_whole, write_folder
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -128,7 +128,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
     preprocess = checkpoint.preprocess and to_dict(checkpoint.preprocess)
     plain = {"config": to_dict(checkpoint.config), "preprocess": preprocess}
     torch.save({**vars(checkpoint), **plain}, buffer)
-    write_atomically(path, seal(buffer.getvalue()))
+    write_atomically(path, seal(buffer))
     _delete_others(run, path)
 
 
@@ -180,25 +180,30 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     return settings.parse(Checkpoint, state, path)
 
 
+def read_step(run: Path, step: int) -> Checkpoint:
+    """Read the checkpoint of a run at a step, without the tensors of a folder."""
+    path = checkpoint_path(run, step)
+    return read_checkpoint(path if path.is_dir() else path.with_suffix(".pt"), tensors=False)
+
+
 def _read_file(path: Path) -> dict[Any, Any]:
     """Read a checkpoint that is a file: a dictionary of tensors and plain values."""
     try:
         data = require_file(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    unsealed, state = unseal(data), None
+    is_intact, state = is_sealed(data), None
     with warnings.catch_warnings(action="ignore"):  # torch warns about foreign pickles
-        file = io.BytesIO(data if unsealed is None else unsealed)
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        try:  # the digest that follows is not read
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # foreign files raise many types of errors
-            if unsealed is not None and is_out_of_memory(error):  # else a size is damaged
+            if is_intact and is_out_of_memory(error):  # else a size is damaged
                 raise
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint, or is damaged")
     if not {"step", "config", "classes", "model"} <= state.keys():
         raise ValueError(f"{path} is not a checkpoint of this project{FOREIGN}")
-    if unsealed is None:
+    if not is_intact:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
     return state
 

@@ -56,17 +56,17 @@ def build_within(
     run: Run, training: ImageSet, held_out: ImageSet, source: Pretrained | None, plans: Plans
 ) -> tuple[Run, TrainingStep]:
     """Build the training step; a new run whose epochs reach a plan follows it, measured again."""
-    step = build_step(run, training, source, len(held_out))
+    step = _measure_step(run, training, source, len(held_out))
     epochs = step.schedule.total_steps / step.schedule.steps_per_epoch
     reached = [start for start in plans if start <= epochs and run.checkpoint is None]
     config = plans[max(reached)] if reached else run.config
     changes = changed_keys(to_dict(run.config), to_dict(config))
-    if not changes:
-        return run, step
-    if run.world.main:
-        say(f"budget   {epochs:.2g} epochs fit without changes, so {'; '.join(changes)}")
-    run = dataclasses.replace(run, config=config, seconds=step.state.seconds)
-    return run, build_step(run, training, source, len(held_out))
+    if changes:
+        if run.world.main:
+            say(f"budget   {epochs:.2g} epochs fit without changes, so {'; '.join(changes)}")
+        run = dataclasses.replace(run, config=config, seconds=step.state.seconds)
+        step = _measure_step(run, training, source, len(held_out))
+    return run, _finish_step(run, step, training, len(held_out))
 
 
 def build_step(
@@ -79,13 +79,34 @@ def build_step(
     Raises:
         ValueError: The checkpoint is beyond the last step or does not fit, or there is no compiler.
     """
+    step = _measure_step(run, training, source, held_out)
+    return _finish_step(run, step, training, held_out)
+
+
+def _measure_step(
+    run: Run, training: ImageSet, source: Pretrained | None, held_out: int
+) -> TrainingStep:
+    """Build the step, not compiled, and its state, and set the length of the run."""
     state, begin = start_state(run, training, source), time.perf_counter() - run.seconds
     step = _assemble_step(run, training, state)
     if run.world.main:
         step = dataclasses.replace(step, flop=flop_of_steps(step))
-    step = _choose_length(run, step, training, held_out, begin)
+    if run.config.train.budget_minutes is None:
+        state.length.plan(run.config.train.epochs * step.schedule.steps_per_epoch)
+    elif not state.length.total_steps:
+        _fit_budget(run, step, training, held_out, begin)
+    state.seconds += time.perf_counter() - begin
+    return step
+
+
+def _finish_step(run: Run, step: TrainingStep, training: ImageSet, held_out: int) -> TrainingStep:
+    """Compile the step if the run is long enough, and set the length by the compiled step."""
+    state, begin = step.state, time.perf_counter() - step.state.seconds
+    step = compile_step(run, step)
+    if step.compiled and state.length.costs and run.checkpoint is None:
+        _fit_budget(run, step, training, held_out, begin)
     total_steps = state.length.total_steps
-    state.seconds += run.world.agree(time.perf_counter() - begin)
+    state.seconds = run.world.agree(time.perf_counter() - begin)
     if state.step > total_steps:
         raise ValueError(
             f"train.epochs: {run.config.train.epochs} are {total_steps:,} steps, but the run in "
@@ -131,27 +152,6 @@ def _assemble_step(run: Run, training: ImageSet, state: TrainState) -> TrainingS
     )  # fmt: skip
 
 
-def _choose_length(
-    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
-) -> TrainingStep:
-    """Set the length of the run; return the step, compiled if the run is long enough."""
-    track, length, seconds = run.config.track, step.state.length, deadline(run.config)
-    if seconds is None:
-        length.plan(run.config.train.epochs * step.schedule.steps_per_epoch)
-    if seconds is None or length.total_steps:
-        return compile_step(run, step)
-    # Classifying an image takes a third of the products of a training step.
-    sample = step.schedule.small_fraction * sample_size(len(training))  # see `Validation`
-    validated = (held_out + sample) / 3 if held_out else 0
-    end = begin + seconds - (EXPORT_SECONDS if track.probes and track.live_mb else 0)
-    settings = end, track.milestones * track.probes, validated / len(training)
-    _fit_budget(step, training, *settings)
-    step = compile_step(run, step)
-    if step.compiled:
-        _fit_budget(step, training, *settings)
-    return step
-
-
 def _build_schedule(run: Run, num_images: int, unit: int, length: Length) -> Schedule:
     """Build the schedule of a run; the sides of smaller images are multiples of `unit` pixels."""
     config, train = run.config, run.config.train
@@ -171,19 +171,26 @@ def _build_schedule(run: Run, num_images: int, unit: int, length: Length) -> Sch
 
 
 def _fit_budget(
-    step: TrainingStep, training: ImageSet, end: float, logged: int, validated: float
+    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
 ) -> None:
-    """Set the length of the run to as many steps, at least 1, as end by `end`.
+    """Set the length of the run to as many steps, at least 1, as fit into its time budget.
 
-    Meanwhile, `logged` maps are logged, and each step takes `validated` of its time for validation.
+    The budget counts from `begin`, and includes logging and the validation of `held_out` images.
     """
-    before = copy.deepcopy(step.state.state_dict())
+    state, track, seconds = step.state, run.config.track, deadline(run.config)
+    assert seconds is not None, "there is a budget"
+    before = copy.deepcopy(state.state_dict())
     costs = time_phases(step, training)
-    step.state.load_state_dict(before)
-    length = step.state.length
+    state.load_state_dict(before)
+    length = state.length
     length.costs = costs
+    # Classifying an image takes a third of the products of a training step.
+    sample = step.schedule.small_fraction * sample_size(len(training))  # see `Validation`
+    validated = (held_out + sample) / 3 / len(training) if held_out else 0
+    end = begin + seconds - (EXPORT_SECONDS if track.probes and track.live_mb else 0)
     steps = (end - time.perf_counter()) / (length.seconds(0, 1) * (1 + validated))
-    steps -= min(LOGGED_IMAGES * logged / step.schedule.batch_size, LOGGED_FRACTION * steps)
+    logged = LOGGED_IMAGES * track.milestones * track.probes
+    steps -= min(logged / step.schedule.batch_size, LOGGED_FRACTION * steps)
     length.plan(step.world.agree(max(1, int(steps))))
 
 

@@ -42,7 +42,7 @@ from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
 from vit.model.variants import attention_code, check_attention, is_edited
 from vit.pretrained.adapt import Pretrained, with_statistics
-from vit.run.checkpoint import Checkpoint, checkpoint_paths, step_of
+from vit.run.checkpoint import Checkpoint, checkpoint_paths, read_step, step_of
 from vit.run.folder import check_run, lock_run, unfinished_config
 from vit.settings import check
 from vit.training.schedule import scaled_size
@@ -120,7 +120,10 @@ def start_run(
             if world.main:
                 stack.enter_context(lock_run(run.folder))
                 checkpoint = check_run(run.config, overwrite, run.environment(), allow_changes)
-        yield run.starting_from(world.agree(checkpoint), source)
+        step = world.agree(checkpoint and checkpoint.step)
+        if step is not None and not world.main:  # each reads it, because an exchange takes copies
+            checkpoint = read_step(run.folder, step)
+        yield run.starting_from(checkpoint, source)
 
 
 @contextlib.contextmanager
@@ -272,8 +275,9 @@ def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
     if settings.processes is not None:
         if settings.processes > 1 and not on_cpu:
             raise ValueError(
-                f"train.processes: {settings.processes} is only for a CPU; start a process for "
-                f"each GPU with `torchrun --nproc_per_node {settings.processes} train.py ...`"
+                f"train.processes: {settings.processes} is only for a CPU; use "
+                "--train.processes null, or start a process for each GPU with "
+                f"`torchrun --nproc_per_node {settings.processes} train.py ...`"
             )
         return settings.processes
     if stored is not None and on_cpu:
