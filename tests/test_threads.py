@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 import vit
+from small_runs import small
 from vit.classifier import Classifier
+from vit.commands.train import train
 from vit.hardware import map_on_cores
 
 
@@ -27,6 +29,35 @@ def test_results_come_in_the_order_of_the_items(threads):
         return number * number
 
     assert map_on_cores(work, iter(range(20)), threads) == [n * n for n in range(20)]
+
+
+def test_a_thread_does_not_train_while_another_does(tmp_path, monkeypatch):
+    """Both would draw from torch's generator."""
+    begun, end = threading.Event(), threading.Event()
+
+    def read(_: object) -> None:
+        begun.set()
+        end.wait(10)
+        raise ValueError("the images are missing")
+
+    monkeypatch.setattr("vit.commands.train.load_data", read)
+    errors: list[str] = []
+
+    def run(name: str) -> None:
+        try:
+            train(small(tmp_path / name))
+        except ValueError as error:
+            errors.append(str(error))
+
+    first = threading.Thread(target=run, args=["first"])
+    first.start()
+    assert begun.wait(10)
+    run("second")
+    end.set()
+    first.join()
+    run("third")
+    missing = "the images are missing"
+    assert "another thread" in errors[0] and errors[1:] == [missing, missing]
 
 
 def test_each_thread_computes_on_one_core_and_the_caller_keeps_its_own():

@@ -264,8 +264,22 @@ class Loop(nn.Module):
         return torch.stack(images)
 
 
+class LoopOverImages(Loop):
+    """Of one image, but all heads, which is not understood."""
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        images = []
+        for image in sequences:
+            q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(0, 1)
+                       for x in self.qkv(image).chunk(3, dim=-1))  # fmt: skip
+            images.append(((q @ k.mT).softmax(dim=-1) @ v).transpose(0, 1).flatten(1))
+        return torch.stack(images)
+
+
 def test_attention_in_loops_gives_no_false_alarm() -> None:
     assert not [row for row in check(Loop) if row.result == "failed"]
+    (row,) = (row for row in check(LoopOverImages) if row.result == "failed")
+    assert "its softmax has the shape [2, 10, 10] instead of [3, 2, 10, 10]" in row.advice
 
 
 def test_a_file_of_rows_replaces_only_another(

@@ -57,12 +57,13 @@ def test_others_hear_that_the_main_process_is_done_or_has_failed() -> None:
             entered.append(number)
     assert entered == [0, 1]
     assert len(Recorded.said) == 1  # once the main process is done, and by nobody else
-    with pytest.raises(OSError, match="disk"), Recorded(0, 2).main_first():
-        raise OSError("disk")
-    assert len(Recorded.said) == 2
-    with pytest.raises(SystemExit) as ended, Recorded(1, 2).main_first():
-        entered.append(1)
-    assert ended.value.code == 2 and entered == [0, 1]
+    for error in (OSError(), Stopped(15)):
+        with pytest.raises(type(error)), Recorded(0, 2).main_first():
+            raise error
+        with pytest.raises(SystemExit) as ended, Recorded(1, 2).main_first():
+            entered.append(1)
+        assert ended.value.code == 2 and entered == [0, 1]
+    assert len(Recorded.said) == 3
 
 
 def test_parts_of_a_batch_are_equal_and_together_the_batch() -> None:

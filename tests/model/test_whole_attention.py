@@ -181,6 +181,14 @@ class Long(OneHead):
         return super().forward(query, key, value, mask)[:, :-1]
 
 
+class Doubled(Plain):
+    """A softmax with twice as many heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.cat([q @ k.mT for q, k, _ in [self.split(x)] * 2], dim=1).softmax(dim=-1)
+        return self.merge(weights[:, : self.heads] @ self.split(x)[2])
+
+
 class Unknown(OneHead):
     def __init__(self, input_dim: int, kernel: int) -> None:
         super().__init__(input_dim, input_dim)
@@ -200,10 +208,65 @@ class Difference(Plain):
         return self.merge(weights @ v), weights
 
 
-def test_weights_that_are_returned_count_where_there_are_two_softmaxes() -> None:
-    output, weights = WholeAttention(Difference, D, 3, GRID, 1)(tokens(), need_weights=True)
+class DifferenceByHead(Plain):
+    """The same, head by head."""
+
+    def forward(self, x: Tensor) -> Any:
+        parts = zip(*(part.unbind(dim=1) for part in self.split(x)), strict=True)
+        heads = [((q @ k.mT).softmax(-1) - (k @ q.mT).softmax(-1) / 2, v) for q, k, v in parts]
+        output = torch.stack([weights @ v for weights, v in heads], dim=1)
+        return self.merge(output), torch.stack([weights for weights, _ in heads], dim=1)
+
+
+@pytest.mark.parametrize("module", [Difference, DifferenceByHead])
+def test_weights_that_are_returned_count_where_there_are_two_softmaxes(module: type) -> None:
+    placed = WholeAttention(module, D, 3, GRID, 1)
+    output, weights = placed(tokens(), need_weights=True)
     assert_close(weights.sum(dim=-1), torch.full((B, 3, N), 0.5))
-    assert torch.autograd.grad(output.sum(), weights)[0].any()
+    if module is Difference:
+        assert torch.autograd.grad(output.sum(), weights)[0].any()
+        return
+    placed.is_gated = True
+    with pytest.raises(ValueError, match="computes several softmaxes for each head, so no token"):
+        placed(tokens())
+
+
+class Silent(Difference):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)[0]
+
+
+def test_a_note_says_which_of_two_softmaxes_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, words in ((Difference, ""), (Silent, "computes 2 softmaxes, of which the last")):
+        monkeypatch.setitem(variants.ATTENTION, "mine", module)
+        variants.check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
+        assert words in (noted := capsys.readouterr().err) and bool(noted) == bool(words)
+
+
+class Table(Plain):
+    """A bias for each pair of tokens, which fits one number of tokens."""
+
+    def __init__(self, d_model: int, nhead: int, context_length: int) -> None:
+        super().__init__(d_model, nhead)
+        self.bias = nn.Parameter(torch.zeros(context_length, context_length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge((q @ k.mT + self.bias).softmax(dim=-1) @ v)
+
+
+def test_attention_is_tried_as_it_is_built_also_with_fewer_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(variants.ATTENTION, "mine", Table)
+    model = ModelConfig(attention="mine", num_heads=3, embed_dim=D)
+    variants.check_attention(model, GRID, 1)
+    with pytest.raises(ValueError, match=r"RuntimeError: .*with no fewer$"):
+        variants.check_attention(
+            model, (3, 3), 1, "; --train.small_share 0 trains with no fewer", GRID
+        )
 
 
 class ByHand(Plain):
@@ -226,7 +289,7 @@ def test_weights_by_hand_have_gradients_and_cannot_be_masked(
     assert torch.autograd.grad(output.sum(), weights)[0].any()
     placed.is_gated = True
     for mask in (None, torch.ones(N, N, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="ByHand computes no softmax over the tokens, so none"):
+        with pytest.raises(ValueError, match="ByHand computes no softmax over the tokens, so no"):
             placed(tokens(), mask)
 
 
@@ -376,6 +439,7 @@ def test_settings_that_a_module_does_not_take_are_refused(
         (Unknown, D, 1, "the constructor of Unknown takes kernel, which is not known here"),
         (Extra, D, 3, "bias_k, bias_v and add_zero_attn"),
         # Of queries and keys: their shape is that of weights where heads are as wide as that.
+        (Doubled, D, 3, "its softmax has the shape [2, 6, 17, 17] instead of [2, 3, 17, 17]"),
         (Linear, 2 * N, 2, "Linear computes no softmax over the tokens; let its forward return"),
     ],
 )

@@ -125,11 +125,11 @@ def _sums(seen: Watch) -> Row:
     axis = next((name for name in axes if far[name] < CLOSE), "")
     if axis == "keys":
         is_wrong = seen.softmaxed not in (0, seen.weights.numel())
-        advice = f"there are {seen.softmaxes} softmaxes; one is enough"
+        advice = f"there are {seen.softmaxes} softmaxes; one is enough, and only the last is shown"
         return judge(what, is_wrong, advice, number, is_choice=True)
     if axis:
         advice = f"softmax runs over the {axis} (dim={axes[axis]}); use dim=-1, over the keys"
-    elif seen.softmaxes == 1:
+    elif seen.softmaxed == seen.weights.numel():
         advice = "something changes the weights after the softmax"
     else:
         return Row(what, "remark", number, "the weights are not those of one softmax")

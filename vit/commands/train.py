@@ -8,6 +8,7 @@ budget, the clock decides how many steps follow.
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,6 +55,9 @@ EVALUATORS: tuple[Callable[[Setup], Evaluator | None], ...] = (
 )
 
 
+RUNNING = threading.Lock()  # torch's random numbers and threads are those of the process
+
+
 def train(
     config: Config, overwrite: bool = False, allow_changes: bool = False, plans: Plans | None = None
 ) -> dict[str, Any] | None:
@@ -76,7 +80,7 @@ def train(
 
     Raises:
         ValueError: The config or the data is invalid, the run folder is in use or holds something
-            that must not be overwritten, or memory ran out.
+            that must not be overwritten, another thread trains, or memory ran out.
         SystemExit: With code 128 + N after signal N, 3 if training diverged.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -93,7 +97,7 @@ def train(
     config = min((config, *plans.values()), key=lambda c: len(changed_keys(before, to_dict(c))))
     for plan in plans.values():
         check_config(plan)
-    with start_run(config, source, overwrite, allow_changes) as run:
+    with _alone(), start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
         run, step = build_within(run, training, held_out, source, plans)
         del source  # its weights are in the model
@@ -112,6 +116,20 @@ def train(
             with evaluating():
                 classifier = calibrate(classifier, held_out)
                 return finish_run(run, classifier, step, tracker, training.fingerprint)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Refuse to train while another thread does."""
+    if not RUNNING.acquire(blocking=False):
+        raise ValueError(
+            "another thread of this process is training, and its random numbers would differ; "
+            "train one run after the other, or in processes of their own"
+        )
+    try:
+        yield
+    finally:
+        RUNNING.release()
 
 
 def say_what_fails(model: ModelConfig) -> None:

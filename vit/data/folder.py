@@ -33,11 +33,13 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     seen = {*map(os.path.realpath, [root, *parts, *folders])}  # links to these add no images
     files = list[UserFile]()
     for folder in (part, *(parts[2:] if train else ())):
+        unused = list[str]()
         # By their own names, because some file systems find train/cat where there is train/Cat.
         for name in sorted(own.name for own in visible_folders(folder)):
             images, others = image_files(folder / name, seen)
-            note_unused(folder, others, "not images")
+            unused += others
             files += [UserFile(path, name, folder != part) for path in images]
+        note_unused(folder, unused, "not images")
         beside = [str(path) for path in sorted(folder.iterdir()) if path.is_file()]
         note_unused(folder, [*filter(is_image, beside)], "not in a class folder")
     return user_files(data, train, len(parts) == 1, root, files, classes)

@@ -78,9 +78,12 @@ def _others(count: int, threads: int, work: Callable[[], object]) -> Iterator[No
         raise ValueError(str(error)) from None
     finally:
         STARTED.clear()
-        for process in context.processes:
-            process.join(PATIENCE)
-            process.kill()
+        try:
+            for process in context.processes:
+                process.join(PATIENCE)
+        finally:  # also after a second signal
+            for process in context.processes:
+                process.kill()
 
 
 def _run(index: int, errors: Errors, threads: int, work: Callable[[], object]) -> None:

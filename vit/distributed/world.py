@@ -88,15 +88,18 @@ class World:
 
         Raises:
             SystemExit: In the other processes, with 2 if the main process fails with a ValueError
-                or OSError; it alone reports the problem.
+                or OSError, or is stopped; it alone reports the problem.
         """
         if not self.main and not self.agree(None, self.patient):
             raise SystemExit(2)
         try:
             yield
-        except (ValueError, OSError):
+        except (ValueError, OSError, Stopped) as error:
             if self.main:
-                self.agree(False, self.patient)
+                # A signal may have ended the others, too.
+                ended = (RuntimeError,) if isinstance(error, Stopped) else ()
+                with contextlib.suppress(*ended):
+                    self.agree(False, self.patient)
             raise
         if self.main:
             self.agree(True, self.patient)

@@ -36,7 +36,8 @@ class ReadSoftmax(TorchFunctionMode):
         self.weights: Tensor | None = None  # (B, H, N, N)
         self.softmaxes = 0  # of all heads at once
         self.heads: list[Tensor] = []  # of single heads, (B, N, N) or (N, N) each
-        self.other: torch.Size | None = None  # of a softmax that is not over tokens
+        self.surplus = False  # whether heads have further softmaxes
+        self.other: torch.Size | None = None  # of a softmax that is not one of all or single heads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,6 +77,8 @@ class ReadSoftmax(TorchFunctionMode):
         counts = {(images, *tokens): heads, (*tokens,): images * heads}
         count, number = counts.get((*weights.shape,), 0), len(self.heads)
         if number >= count:
+            self.surplus |= count > 0
+            self.other = self.other if count else weights.shape
             return weights
         if self.given is not None:
             weights = self._single(self.given, weights.ndim)

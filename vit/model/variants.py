@@ -183,10 +183,13 @@ def attention_of(name: str) -> Attention:
     return find_attention(name) or attention.scaled_dot_product_attention
 
 
-def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str = "") -> None:
+def check_attention(
+    model: ModelConfig, grid: Grid, prefix: int = 0, hint: str = "", built_for: Grid | None = None
+) -> None:
     """Try an attention on random numbers, to find mistakes before training.
 
     Of a head they are queries, keys and values (1, H, N, d); of a whole module, tokens (1, N, dim).
+    `built_for` is the grid for which the model is built, if that is another.
 
     Raises:
         ValueError: It fails, or does not return a finite output and the weights that it is made of.
@@ -202,20 +205,22 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
     shape = (1, tokens, dim) if whole else (1, heads, tokens, head_dim)
     inputs: Any = [torch.randn(shape, generator=draw, requires_grad=True) for _ in range(3)]
     bias: Tensor | None = None
+    built_for = built_for or grid
     try:
         if whole:
-            module = WholeAttention(variant, dim, heads, grid, prefix, head_dim)
-            output, weights = module(inputs[0], need_weights=True)
-            _check_order(module.eval(), inputs[0], inputs[1])
+            module = WholeAttention(variant, dim, heads, built_for, prefix, head_dim)
+            output, weights = module(inputs[0], need_weights=True, grid=grid)
+            _check_whole(module.eval(), inputs[0], inputs[1], grid)
         else:
             built = MultiHeadSelfAttention(
                 dim, heads, head_dim, attention=find_attention(name), rel_pos=model.rel_pos,
-                grid=grid, num_prefix_tokens=prefix,
+                grid=built_for, num_prefix_tokens=prefix,
             )  # fmt: skip
+            place = built.place | {"grid": grid} if "grid" in built.place else built.place
             query, key, value = inputs
             inputs, bias = built.rel_pos.before(query, key, value, grid), built.rel_pos.bias(grid)
             attend: Any = built.attention or variant
-            output, weights = attend(*inputs, bias, nn.Identity(), **built.place)
+            output, weights = attend(*inputs, bias, nn.Identity(), **place)
         expected = inputs[-1].shape, (1, heads, tokens, tokens)
         if (output.shape, weights.shape) != expected:
             raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
@@ -232,7 +237,7 @@ def check_attention(model: ModelConfig, grid: Grid, prefix: int = 0, hint: str =
             f"({place_of(error, variant)}); for {what} of {[*shape]}, it must return the output, "
             f"{[*shape]}, and the attention weights that it is computed from, {weights_shape}{hint}"
         ) from error
-    _check_model(model, variant, grid, prefix, weights)
+    _check_model(model, variant, built_for, prefix, weights)
     # The hint is for smaller images, after the note has been printed for the full size.
     if not weights.requires_grad and not hint:
         note_once(
@@ -269,10 +274,15 @@ def _check_model(
         )
 
 
-def _check_order(module: WholeAttention, first: Tensor, second: Tensor) -> None:
+def _check_whole(module: WholeAttention, first: Tensor, second: Tensor, grid: Grid) -> None:
     """Check that the weights of two images (1, N, dim) are read in the order of the images."""
-    _, alone = module(first, need_weights=True)
-    _, both = module(torch.cat([first, second]), need_weights=True)
+    if module.softmaxes > 1 and module.call(first, need_weights=True, grid=grid)[1] is None:
+        note_once(
+            f"model.attention: {type(module.module).__name__} computes {module.softmaxes} "
+            "softmaxes, of which the last is shown; return the weights to be shown instead"
+        )
+    _, alone = module(first, need_weights=True, grid=grid)
+    _, both = module(torch.cat([first, second]), need_weights=True, grid=grid)
     if not torch.allclose(both[:1], alone, atol=1e-4):
         raise ValueError(
             "attention weights of one image that depend on another: its softmax must be over "

@@ -213,7 +213,12 @@ class WholeAttention(nn.Module):
         # The softmax of linear attention has the shape of another if heads are as wide as there are
         # tokens, so it is told apart by another number of tokens: with a single patch.
         other = self._try(dim, None, (1, 1)) if math.prod(grid) > 1 else None
-        self.has_softmax = other is None or other.weights is not None
+        read = self._try(dim, None, grid)
+        several = read is not None and read.surplus  # for a head, which therefore cannot be muted
+        count = "several softmaxes for each head" if several else "no softmax over the tokens"
+        self.problem = f"{name} computes {count}"  # if `has_softmax` is False
+        self.has_softmax = not several and (other is None or other.weights is not None)
+        self.softmaxes = 0 if read is None else read.softmaxes
 
     def forward(
         self,
@@ -230,11 +235,10 @@ class WholeAttention(nn.Module):
         """
         if not (need_weights or self.is_gated) and mask is None:
             return self.call(x, grid=grid)[0]
-        name = type(self.module).__name__
         if not self.has_softmax and (self.is_gated or (mask is not None and not self.mask_name)):
             raise ValueError(
-                f"attention: {name} computes no softmax over the tokens, so none can be hidden "
-                "from it, and no head can be muted"
+                f"attention: {self.problem}, so no token can be hidden from it, and no head can be "
+                "muted"
             )
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
@@ -254,9 +258,9 @@ class WholeAttention(nn.Module):
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
             if read.other is not None:
-                hint = f"its softmax has the shape {[*read.other]}, and queries and keys must be "
-                hint += "(B, H, N, d), as after view(B, N, H, d).transpose(1, 2)"
-            raise ValueError(f"attention: {name} computes no softmax over the tokens; {hint}")
+                hint = f"its softmax has the shape {[*read.other]} instead of {[*size]}; queries "
+                hint += "and keys are (B, H, N, d), as after view(B, N, H, d).transpose(1, 2)"
+            raise ValueError(f"attention: {self.problem}; {hint}")
         output = output * (self.gates.amax(dim=0) > 0)
         return (output, weights) if need_weights else output
 

@@ -170,7 +170,11 @@ def to_onnx(
 ) -> torch.onnx.ONNXProgram:
     """Convert a traced module with named inputs and outputs, and options of torch.onnx.export."""
     names: dict[str, Any] = {"input_names": inputs, "output_names": outputs}
-    converted = torch.onnx.export(program, dynamo=True, verbose=False, **names, **options)
+    try:
+        converted = torch.onnx.export(program, dynamo=True, verbose=False, **names, **options)
+    except torch.onnx.OnnxExporterError as error:
+        reason = shorten(error, 300)
+        raise ValueError(f"export: torch.onnx does not support this model: {reason}") from error
     assert converted is not None
     return converted
 

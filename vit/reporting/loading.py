@@ -142,8 +142,9 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
             problem = f"{saved.path} was trained on other files than those in {root}"
         raise ValueError(
             f"data.root: {problem}, so it may have been trained on some of the test images; "
-            "restore them, or put images to test with into test/<class>/ of another folder, or a "
-            "table (the run's split.csv is one, if copied beside them), and point --data.root at it"
+            "restore the missing files, or put images to test with into test/<class>/ of another "
+            "folder, or a table (the run's split.csv is one, if copied beside them), and point "
+            "--data.root at it"
         )
     return test
 

@@ -199,13 +199,14 @@ def _check_vit(config: Config, untrained: Classifier) -> None:
     model, train = config.model, config.train
     if not is_edited(model.attention):
         return
-    built, size = require_attention(untrained.model), untrained.preprocess.image_size
-    sizes = {size: ""}
+    built, full_size = require_attention(untrained.model), untrained.preprocess.image_size
+    sizes = {full_size: ""}
     if train.small_share:
-        small = scaled_size(size, train.small_scale, built.patch_embed.patch_size)
+        small = scaled_size(full_size, train.small_scale, built.patch_embed.patch_size)
         sizes.setdefault(small, "; --train.small_share 0 trains with no fewer")
     for size, hint in sizes.items():
-        check_attention(model, built.patch_embed.grid(*size), built.num_prefix_tokens, hint)
+        grid, full = (built.patch_embed.grid(*one) for one in (size, full_size))
+        check_attention(model, grid, built.num_prefix_tokens, hint, full)
 
 
 def _check_timm(config: Config, untrained: Classifier) -> None:
