@@ -21,6 +21,7 @@ Pixels are random, because speed does not depend on them.
 
 import argparse
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -275,7 +276,7 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
     config = parse_train([])[0]
     (step, images), size = make_step(config), config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
-    speed = size / Length(costs=time_phases(step, images)).seconds(0, 1)
+    speed = size / Length(costs=time_phases(step, images, math.inf)).seconds(0, 1)
     print(f"\nconfigs/quick.yaml, batch {size}: {speed:.0f} images/s, mean over a run")
     for phase in step.schedule.phases():
         work = repeat_step(step, images, phase.start, batches)

@@ -279,10 +279,11 @@ def test_the_epochs_that_a_budget_buys_choose_its_settings(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize(("minutes", "steps"), [(60.0, WARMUP_STEPS + TIMED_STEPS), (1e-3, 2)])
 def test_trials_of_a_budget_take_the_steps_of_the_run_and_leave_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    minutes: float, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each phase, with its image size and its mixing, is timed for as many steps."""
+    """Each phase, with its image size and its mixing, is timed for as many steps: two if short."""
     taken: list[tuple[int, bool]] = []
 
     def look(images: Tensor, targets: Tensor) -> None:
@@ -292,10 +293,15 @@ def test_trials_of_a_budget_take_the_steps_of_the_run_and_leave_no_trace(
     config = small(
         tmp_path,
         augment={"mixup": 1.0, "cutmix": 0.0, "mix_share": 0.8},
-        train={"budget_minutes": 1.0, "small_share": 0.5, "small_scale": 0.75, "whiten": False},
+        train={
+            "budget_minutes": minutes,
+            "small_share": 0.5,
+            "small_scale": 0.75,
+            "whiten": False,
+            "compile": False,
+        },
     )
     fresh, planned = make_state(config).state_dict(), make_step(config).state.state_dict()
-    steps = WARMUP_STEPS + TIMED_STEPS
     assert taken == [(24, True)] * steps + [(32, True)] * steps + [(32, False)] * steps
     assert planned.pop("total_steps") > 0 and planned.pop("seconds") > 0
     for part in ("model", "optimizers", "ema", "step"):

@@ -180,7 +180,7 @@ def _fit_budget(
     state, track, seconds = step.state, run.config.track, deadline(run.config)
     assert seconds is not None, "there is a budget"
     before = copy.deepcopy(state.state_dict())
-    costs = time_phases(step, training)
+    costs = time_phases(step, training, seconds / 4)
     state.load_state_dict(before)
     length = state.length
     length.costs = costs
@@ -194,8 +194,13 @@ def _fit_budget(
     length.plan(step.world.agree(max(1, int(steps))))
 
 
-def time_phases(step: TrainingStep, training: ImageSet) -> tuple[tuple[float, float], ...]:
-    """Time steps in each phase of a run, for `Length.costs`; changes the state."""
+def time_phases(
+    step: TrainingStep, training: ImageSet, seconds: float
+) -> tuple[tuple[float, float], ...]:
+    """Time steps in each phase of a run, for `Length.costs`; changes the state.
+
+    A phase takes at most about `seconds`, or two steps, of which the second is timed.
+    """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not the batch that each worker has in advance
         ahead = step.world.agree(training.images.num_workers)
@@ -208,14 +213,19 @@ def time_phases(step: TrainingStep, training: ImageSet) -> tuple[tuple[float, fl
         trial.state.step = phase.start
         shape = (warmup + timed, schedule.batch_size)
         indices = torch.randint(len(training), shape, generator=draw)
+        begin, first = time.perf_counter(), 0
         for number, batch in enumerate(step.batches(training, indices), start=1):
             result = trial(*batch)
-            if number == warmup:
+            if number == 2:  # the first one may compile
                 result.sum().item()  # waits for the device
-                begin = time.perf_counter()
+                if step.world.agree((time.perf_counter() - begin) * len(indices) > seconds):
+                    break
+            if number in (1, warmup):
+                result.sum().item()
+                begin, first = time.perf_counter(), number
         result.sum().item()
         end += phase.fraction
-        costs.append((round(end, 9), (time.perf_counter() - begin) / timed))
+        costs.append((round(end, 9), (time.perf_counter() - begin) / (number - first)))
     return tuple(costs)
 
 
