@@ -5,6 +5,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from vit.evaluation import evaluate
 from vit.intervals import student
 from vit.model_file import BUNDLED
 from vit.pretrained.load import load as load_model
+from vit.reporting.loading import load_test
 
 SAME = ("--device", "cpu", "--precision", "float32")
 TESTS = {
@@ -59,7 +61,10 @@ def test_images_of_an_included_model_are_those_of_all(
     (tmp_path / "run").mkdir()
     shutil.copy(BUNDLED / "cifar10_quick.safetensors", tmp_path / "run/model.safetensors")
     monkeypatch.chdir(tmp_path)  # without data/
+    loaded = Mock(wraps=load_test)
+    monkeypatch.setattr("vit.commands.compare.load_test", loaded)
     assert call("cifar10", "compare", "run", "--out", "out").code == 0
+    assert loaded.call_count == 1  # for both models
     (result,) = (tmp_path / "out").rglob("comparison.json")
     assert json.loads(result.read_text())["images"] == 8
 

@@ -3,7 +3,6 @@
 Shapes: B batch, N tokens, D token width, H heads, d head width.
 """
 
-import copy
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +17,7 @@ from vit.model.whole_attention import (
     DROPOUTS,
     WholeAttention,
     build_attention,
+    copy_module,
     is_whole,
     takes,
     what_is_lost,
@@ -125,7 +125,7 @@ def _sums(seen: Watch) -> Row:
     axis = next((name for name in axes if far[name] < CLOSE), "")
     if axis == "keys":
         is_wrong = seen.softmaxed not in (0, seen.weights.numel())
-        advice = f"there are {seen.softmaxes} softmaxes; one is enough, and only the last is shown"
+        advice = f"there are {seen.softmaxes} softmaxes; one is enough"
         return judge(what, is_wrong, advice, number, is_choice=True)
     if axis:
         advice = f"softmax runs over the {axis} (dim={axes[axis]}); use dim=-1, over the keys"
@@ -229,7 +229,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     """Check that dropout acts on the weights, and that those returned are from before it."""
     what = "weights are from before dropout"
-    dropping = copy.deepcopy(subject).train()
+    dropping = copy_module(subject).train()
     with torch.no_grad(), Watch() as watch:
         if isinstance(dropping, WholeAttention):  # what the module itself returns
             output, weights = dropping.call(tokens)
@@ -278,7 +278,7 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     if any(id(matrix) not in ours for matrix in seen.matrices if isinstance(matrix, nn.Parameter)):
         advice = "a projection is no part of the module, so it never learns: keep layers in an "
         return Row(what, "failed", "", advice + "attribute or an nn.ModuleList, not in a list")
-    learner = copy.deepcopy(subject)
+    learner = copy_module(subject)
     learner(tokens).square().sum().backward()
     # Few tokens use few rows of a table. The bias of keys changes all scores of a row alike, so it
     # never has a gradient.

@@ -163,6 +163,7 @@ def _load_tests(models: Sequence[SavedModel], root: str | None) -> list[ImageSet
         if {*saved.classes} != {*first.classes}:
             raise ValueError(f"compare: {saved.path} and {first.path} must have the same classes")
     loaded: dict[Any, ImageSet] = {}
+    tests = []
     for saved in models:
         inputs = saved.preprocess, saved.classes, saved.fingerprint
         if inputs not in loaded:
@@ -170,7 +171,8 @@ def _load_tests(models: Sequence[SavedModel], root: str | None) -> list[ImageSet
             path = first.path if first.path.parent == BUNDLED else saved.path
             config = dataclasses.replace(saved.config, data=data)
             loaded[inputs] = load_test(dataclasses.replace(saved, config=config, path=path), root)
-    return [loaded[saved.preprocess, saved.classes, saved.fingerprint] for saved in models]
+        tests.append(loaded[inputs])
+    return tests
 
 
 def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Maps:

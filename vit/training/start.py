@@ -289,7 +289,8 @@ def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
     group = 2 if config.augment.mixes else 1  # images that one process needs together
     most, size = min(cores, parts // FEWEST_IMAGES), settings.batch_size
     counts = [n for n in range(1, most + 1) if parts % n == 0 and size // n % group == 0] or [1]
-    fitting = [n for n in counts if n * PROCESS_MEMORY <= free_memory()] or [1]
+    free = free_memory()
+    fitting = [n for n in counts if n * PROCESS_MEMORY <= free] or [1]
     if len(fitting) < len(counts):
         note(f"the free memory suffices for {fitting[-1]} of {counts[-1]} processes")
     return fitting[-1]
