@@ -25,6 +25,7 @@ from torch.testing import assert_close
 
 from models import PLAIN, draw, randomize
 from small_runs import UNIFORM, changed, small
+from vit.attention_check.trial import check_attention
 from vit.classifier import Classifier
 from vit.cli import eval_main, train_main
 from vit.commands.check import check
@@ -46,13 +47,7 @@ from vit.model.attention import (
 )
 from vit.model.config import ModelConfig
 from vit.model.positions import REL_POS
-from vit.model.variants import (
-    ATTENTION,
-    attention_code,
-    check_attention,
-    find_attention,
-    load_attention,
-)
+from vit.model.variants import ATTENTION, attention_code, find_attention, load_attention
 from vit.model.vit import VisionTransformer
 from vit.model.whole_attention import stores_results
 from vit.pretrained.load import load
@@ -316,7 +311,7 @@ def test_an_attention_that_cannot_be_loaded_is_refused(name, message, tmp_path, 
 
 
 MISTAKES = {
-    "shapes .1, 3, 20. and .1, 3, 5, 5.": "return (weights @ value).flatten(2), weights",
+    "Wrong shape: expected 4 dims": "return (weights @ value).flatten(2), weights",
     "RuntimeError: mat.*|RuntimeError: Exp.*": "return (query @ key) @ value, weights",
     "not enough values to unpack": "return weights @ value",
     "an output that does not depend on the weights": "return weights @ value, weights.mT",
@@ -403,7 +398,10 @@ def test_a_function_of_a_head_may_take_no_dropout_and_no_mask(tmp_path, registry
         assert_close(mine(*heads, None, nn.Identity()), expected)
         with pytest.raises(ValueError, match="attn_drop_rate must be 0 with mine, which takes no"):
             mine(*heads, None, nn.Dropout(0.1))
+        with_bias = ModelConfig(attention=f"few{number}.py:mine", rel_pos="bias")
         if "mask" not in arguments:
+            with pytest.raises(ValueError, match=r"^model\.rel_pos: bias .* takes no mask"):
+                check_attention(with_bias, (2, 3), 1)
             with pytest.raises(ValueError, match="mine takes no mask, so tokens cannot be hidden"):
                 mine(*heads, keep, nn.Identity())
         rows = check(mine, with_cost=False)  # which builds a module of it

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from small_runs import small
+from vit.attention_check.trial import check_attention
 from vit.commands.check import check
 from vit.commands.config import ExportConfig
 from vit.commands.export import write_exports
@@ -22,6 +23,7 @@ from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
 from vit.model.whole_attention import WholeAttention, build_attention
 from vit.pretrained.load import load
+from vit.pretrained.sources import resolve_pretrained
 from vit.reporting.live import graph_of
 from vit.run.checkpoint import checkpoint_paths
 
@@ -241,7 +243,7 @@ def test_a_note_says_which_of_two_softmaxes_is_shown(
 ) -> None:
     for module, words in ((Difference, ""), (Silent, "computes 2 softmaxes, of which the last")):
         monkeypatch.setitem(variants.ATTENTION, "mine", module)
-        variants.check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
+        check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
         assert words in (noted := capsys.readouterr().err) and bool(noted) == bool(words)
 
 
@@ -262,11 +264,9 @@ def test_attention_is_tried_as_it_is_built_also_with_fewer_tokens(
 ) -> None:
     monkeypatch.setitem(variants.ATTENTION, "mine", Table)
     model = ModelConfig(attention="mine", num_heads=3, embed_dim=D)
-    variants.check_attention(model, GRID, 1)
+    check_attention(model, GRID, 1)
     with pytest.raises(ValueError, match=r"RuntimeError: .*with no fewer$"):
-        variants.check_attention(
-            model, (3, 3), 1, "; --train.small_share 0 trains with no fewer", GRID
-        )
+        check_attention(model, (3, 3), 1, "; --train.small_share 0 trains with no fewer", GRID)
 
 
 class ByHand(Plain):
@@ -279,11 +279,26 @@ class ByHand(Plain):
         return self.merge(weights @ v), weights
 
 
+class ByHandMasked(ByHand):
+    """The same with a mask of its own, (B, 1, N, N)."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        output, weights = super().forward(x)
+        return output, weights if mask is None else weights * mask.view(len(x), 1, N, N)
+
+
+def test_without_a_softmax_the_module_gets_the_mask() -> None:
+    keep = torch.ones(B, 1, N, dtype=torch.bool)
+    keep[0, :, 3:6] = False
+    weights = WholeAttention(ByHandMasked, D, 3, GRID, 1)(tokens(), keep, need_weights=True)[1]
+    assert not weights[0, :, :, 3:6].any() and weights[1].all()
+
+
 def test_weights_by_hand_have_gradients_and_cannot_be_masked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(variants.ATTENTION, "mine", ByHand)
-    variants.check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
+    check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
     placed = WholeAttention(ByHand, D, 3, GRID, 1)
     output, weights = placed(tokens(), need_weights=True)
     assert torch.autograd.grad(output.sum(), weights)[0].any()
@@ -318,17 +333,41 @@ def test_lazy_layers_are_made_before_the_model_is_initialised() -> None:
     assert model.blocks[0].attn.module.first.weight.shape == (D, D)
 
 
-@pytest.mark.parametrize("module", [ByHand, Plain, nn.MultiheadAttention])
+class Variadic(Plain):
+    def __init__(self, dim: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dim, 1)
+
+
+def test_a_variadic_argument_is_no_config() -> None:
+    for key, value in {"num_heads": 3, "head_dim": 8, "attn_drop_rate": 0.1}.items():
+        with pytest.raises(ValueError, match=f"^{key}: {value} is not allowed"):
+            build_attention(Variadic, D, **({"num_heads": 1} | {key: value}), grid=GRID)
+
+
+class Bare(nn.Module):
+    """Attention without parameters."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT / self.dim**0.5).softmax(dim=-1) @ x
+
+
+@pytest.mark.parametrize("module", [ByHand, Plain, nn.MultiheadAttention, Bare])
 def test_a_run_ends_with_attention_that_cannot_be_muted_copied_or_seen_into(
     module: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are not muted, graphs of stored weights are left out, the report explains mistakes."""
     monkeypatch.setitem(variants.ATTENTION, "mine", module)
     model = {"attention": "mine", "proj_drop_rate": 0, "attn_drop_rate": 0}
+    model["num_heads"] = 1 if module is Bare else 2
     changes = {"optim": {"ema_decay": None}, "train": {"epochs": 2, "small_share": 0.9}}
     config = small(tmp_path / "run", model=model, **changes)
     result = train(config)
     assert result is not None and result["mistakes"]
+    assert not [row for row in check(module, with_cost=False) if row.property == "can be called"]
 
 
 class Linear(Plain):
@@ -391,12 +430,12 @@ def test_what_would_go_wrong_later_is_refused_before_training(
     """Weights of other images, what a model file would not store, and a blind class token."""
     model = ModelConfig(attention="mine", num_heads=2, embed_dim=D)
     monkeypatch.setitem(variants.ATTENTION, "mine", Plain)
-    variants.check_attention(model, GRID, 1)
+    check_attention(model, GRID, 1)
     monkeypatch.setitem(variants.ATTENTION, "mine", module)
     with pytest.raises(ValueError, match=words):
-        variants.check_attention(model, GRID, 1)
+        check_attention(model, GRID, 1)
     if module is Backwards:
-        variants.check_attention(replace(model, class_token=False, global_pool="avg"), GRID)
+        check_attention(replace(model, class_token=False, global_pool="avg"), GRID)
 
 
 class Extra(Torchs):
@@ -427,7 +466,7 @@ def test_settings_that_a_module_does_not_take_are_refused(
         VisionTransformer(img_size=8, in_chans=3, num_classes=2, attention=Plain, **setting)
     monkeypatch.setitem(variants.ATTENTION, "mine", Plain)
     with pytest.raises(ValueError, match=f"^model.{key}: .* {words}"):
-        variants.check_attention(ModelConfig(attention="mine", **setting), GRID)
+        check_attention(ModelConfig(attention="mine", **setting), GRID)
 
 
 @pytest.mark.parametrize(
@@ -493,6 +532,9 @@ def test_a_module_of_a_notebook_is_trained_resumed_explained_and_exported(
     assert "attention fails" not in capsys.readouterr().out
     run = load(tmp_path / "run", "cpu")
     assert run.threads == 1  # the module might store what it computes
+    tuned = replace(config, out=str(tmp_path / "tuned"))
+    tuned = replace(tuned, model=replace(config.model, pretrained=str(tmp_path / "run")))
+    assert resolve_pretrained(tuned, None)[1] is not None
     for path in (run.path, checkpoint_paths(tmp_path / "run")[-1]):
         path.unlink()
     train(config)  # resumes after the first epoch
@@ -658,13 +700,56 @@ class Wrapped(nn.Module):
         return self.attend(x, x, x, attn_mask=attn_mask)[0]
 
 
-MASKED = (Configured, Dictionary, FlatFused, Wrapped, ByHead, ImageByImage)
+class OwnMask(Plain):
+    """A mask that is used in another way: True hides, for keys, or added to the scores."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        q, k, v = self.split(x)
+        scores = q @ k.mT
+        weights = (scores if mask is None else self.hide(scores, mask)).softmax(dim=-1)
+        return self.merge(weights @ v), weights
+
+
+class TrueHides(OwnMask):
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask, -1e9)
+
+
+class OfKeys(OwnMask):
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask.view(len(scores), -1)[:, None, None] == 0, -1e9)
+
+
+class Added(OwnMask):
+    def hide(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores + mask
+
+
+MASKED = (
+    Configured,
+    Dictionary,
+    FlatFused,
+    Wrapped,
+    ByHead,
+    ImageByImage,
+    TrueHides,
+    OfKeys,
+    Added,
+)
+
+
+@pytest.mark.parametrize(("module", "result", "words"), [
+    (TrueHides, "remark", "is inverted"), (OfKeys, "passed", ""), (Added, "passed", ""),
+])  # fmt: skip
+def test_the_doctor_tries_the_modules_own_mask(module: type, result: str, words: str) -> None:
+    rows = {row.property: row for row in check(module, with_cost=False)}
+    assert rows["mask"].result == result and words in rows["mask"].advice
 
 
 @pytest.mark.parametrize(("module", "heads"), [*((one, 3) for one in MASKED), (OneHead, 1)])
 @pytest.mark.parametrize("shape", [(N,), (N, N), (B, N, N), (B, 1, 1, N), (B, 3, N, N)])
 def test_masks_of_any_shape_hide_keys(module: type, heads: int, shape: tuple[int, ...]) -> None:
-    """From a module that takes a mask, or else from its softmax; perhaps for each head."""
+    """Whatever mask the module itself takes; perhaps another for each head."""
     placed = build_attention(module, D, heads, grid=GRID, num_prefix_tokens=1).eval()
     if module is Configured:  # by an object with what constructors take
         assert (placed.module.heads, placed.module.length) == (3, N)

@@ -1,9 +1,11 @@
-"""Properties of an attention, tried one by one: what a correct one does, and what a fault changes.
+"""Tests of an attention: one function for each property, which returns a row of the report.
 
 Shapes: B batch, N tokens, D token width, H heads, d head width.
 """
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -193,12 +195,14 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     for image in range(B):
         keep[image, 0, image : image + 3] = False
+    attend, mask = _masking(subject, tokens, keep)
+    whole = attend is not subject
     try:
-        masked = Watch.run(subject, tokens, keep)
+        masked = Watch.run(attend, tokens, mask)
     except Exception as error:  # the user's code may raise anything
-        advice = f"fails with a boolean mask, {[B, 1, N, N]} or {[B, N, N]}: "
+        advice = f"fails with a boolean mask, {[B, 1, N, N]}, {[B, N, N]} or {[B, N]}: "
         advice += f"{type(error).__name__}: {shorten(error, 200)}"
-        return Row("mask", "failed", "", advice)
+        return Row("mask", "remark" if whole else "failed", "", advice)
     weights = masked.weights
     # Rows that attend to hidden keys only, as those of causal attention may, have no right result.
     usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
@@ -207,11 +211,12 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     sums = (weights - seen.weights).sum(dim=-1, keepdim=True)
     after = "the mask is applied after the softmax, so rows do not sum to 1; mask the scores"
     advice = ""
+    inverted = "the mask is inverted: it is True where a query may attend; hide mask == 0"
     if torch.allclose(weights, seen.weights):
         unchanged = torch.allclose(masked.output, seen.output)
         advice = "the mask is ignored" if unchanged else after
     elif shown.max() < CLOSE:
-        advice = "the mask is inverted: it is True where a query may attend; hide mask == 0"
+        advice = inverted
     elif by_image.max() > HIDDEN > by_image.min():
         advice = "the mask of one image is used for others: it has a row for each image"
     elif by_image.max() > HIDDEN:
@@ -219,11 +224,36 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     elif seen.scores is not None and (sums * usual).abs().max() > 0.01:
         advice = after
     if advice:
-        return Row("mask", "failed", f"largest hidden weight {hidden.max():.1g}", advice)
-    none = Watch.run(subject, tokens, torch.zeros(N, N, dtype=torch.bool))
+        result: Any = "remark" if whole and advice is inverted else "failed"  # as torch's module
+        return Row("mask", result, f"largest hidden weight {hidden.max():.1g}", advice)
+    blank = torch.zeros_like(mask) if mask.dtype == torch.bool else torch.full_like(mask, -1e9)
+    none = Watch.run(attend, tokens, blank)
     advice = "rows that hide every key become NaN; if there are any, fill with -1e9, not -inf"
     is_wrong = not none.output.isfinite().all()
     return judge("mask", is_wrong, advice, "hidden keys get no weight", is_choice=True)
+
+
+def _masking(subject: Subject, tokens: Tensor, keep: Tensor) -> tuple[Any, Tensor]:
+    """Return a function that attends with a mask, and the mask in a form that it takes.
+
+    A model applies masks to the softmax of a whole module, but here the module's own code is tried.
+    """
+    if not isinstance(subject, WholeAttention) or subject.mask_name is None:
+        return subject, keep
+
+    def attend(x: Tensor, mask: Tensor, need_weights: bool) -> tuple[Tensor, Tensor]:
+        return subject.attend(x, own=mask)
+
+    pairs = keep.expand(B, N, N)
+    added = torch.zeros(B, 1, N, N).masked_fill(~pairs[:, None], -1e9)
+    taken = []
+    for mask in (pairs[:, None], pairs, keep[:, 0], added):
+        with contextlib.suppress(Exception):  # the user's code may raise anything
+            weights = Watch.run(attend, tokens, mask).weights
+            taken.append(mask)
+            if not (weights.abs() > HIDDEN)[~pairs[:, None].expand_as(weights)].any():
+                return attend, mask
+    return attend, taken[0] if taken else pairs
 
 
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
@@ -279,7 +309,7 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "a projection is no part of the module, so it never learns: keep layers in an "
         return Row(what, "failed", "", advice + "attribute or an nn.ModuleList, not in a list")
     learner = copy_module(subject)
-    learner(tokens).square().sum().backward()
+    learner(tokens.clone().requires_grad_()).square().sum().backward()
     # Few tokens use few rows of a table. The bias of keys changes all scores of a row alike, so it
     # never has a gradient.
     projections = {id(matrix) for matrix in seen.matrices}

@@ -93,8 +93,8 @@ class Watch(TorchFunctionMode):
         return result
 
     @classmethod
-    def run(cls, subject: Subject, tokens: Tensor, mask: Any = None, **changes: Any) -> "Watch":
-        """Attend to tokens (B, N, D) and return what was seen."""
+    def run(cls, subject: Any, tokens: Tensor, mask: Any = None, **changes: Any) -> "Watch":
+        """Attend to tokens (B, N, D) with a `Subject` and return what was seen."""
         with torch.no_grad(), cls(**changes) as watch:
             watch.output, watch.weights = subject(tokens, mask, need_weights=True)
         return watch

@@ -1,7 +1,6 @@
 """`eval.py FILE:NAME check`: what is wrong with an attention, one property a row."""
 
 import contextlib
-import json
 import statistics
 import time
 from dataclasses import asdict
@@ -11,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from vit.attention_check.properties import properties
+from vit.attention_check.trial import place_of
 from vit.attention_check.watch import B, D, N, Row, trial_heads
 from vit.commands.config import CheckConfig
 from vit.console import printable, say, shorten
 from vit.files import require_file, write_json
 from vit.model.arguments import Attention, with_all_arguments
-from vit.model.variants import attention_of, load_attention, place_of
+from vit.model.variants import attention_of, load_attention
 from vit.model.whole_attention import build_attention
 from vit.reporting.loading import require_replaceable
 from vit.seeding import generator
+from vit.settings import parse
 
 
 def run(name: str, options: CheckConfig) -> None:
@@ -45,8 +46,8 @@ def run(name: str, options: CheckConfig) -> None:
 
 def _is_own(path: Path) -> bool:
     """Tell whether a file has the rows of an earlier call."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return bool([Row(**row) for row in json.loads(require_file(path).read_bytes())])
+    with contextlib.suppress(OSError, ValueError):
+        return bool(parse(list[Row], require_file(path).read_bytes(), path))
     return False
 
 

@@ -6,26 +6,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vit.model.dropout import Dropout
+
 # A function like `scaled_dot_product_attention`, a module class whose forward is one and whose
 # constructor takes num_heads and head_dim, or the class of a whole module, see
 # `vit.model.whole_attention`. Any of these may take the arguments in `PLACE` too.
 Attention = Callable[..., tuple[Tensor, Tensor]] | type[nn.Module]
-PLACE = ("grid", "num_prefix_tokens")  # patches follow num_prefix_tokens, row by row
+# num_prefix_tokens tokens come first, then the patches of the grid, row by row.
+PLACE = ("grid", "num_prefix_tokens")
 MASKS = ("mask", "attn_mask", "attention_mask")  # what masks are called
-Dropout = Callable[[Tensor], Tensor]
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def accepted_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a function or a constructor has arguments for."""
-    parameters = inspect.signature(function).parameters.values()
-    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    parameters = inspect.signature(function).parameters
+    names = {name for name, parameter in parameters.items() if parameter.kind not in VARIADIC}
     return {name: value for name, value in values.items() if name in names}
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
     """Return whether a call must pass a parameter."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in kinds
+    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
 
 
 def with_all_arguments(attention: Attention) -> Attention:

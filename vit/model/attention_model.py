@@ -1,7 +1,7 @@
-"""Reads the attention weights of models: ours return them, and many of timm's are run to keep them.
+"""Read the attention weights of a model: ours returns them, timm's are read while it runs.
 
-A timm model's own modules run, in their order. `ReadWeights` intercepts their softmax, to apply a
-mask, and the product with the values, to keep the weights. Masks are as in our
+A timm model's own modules run, in their order. `ReadWeights` applies a mask to their softmax, and
+keeps the weights that are multiplied by the values. Masks are as in our
 `MultiHeadSelfAttention.forward`; timm's are added to scores. Models are in evaluation mode.
 
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.

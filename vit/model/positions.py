@@ -1,8 +1,7 @@
-"""Positions that attention itself uses: how far apart two patches are, in rows and columns.
+"""Positions inside attention: how far apart two patches are, in rows and columns.
 
-What a head computes stays as it is. A kind changes its queries, keys and values, adds a bias to its
-scores, or changes its output. Prefix tokens, which have no place, are told apart from patches. Any
-grid will do, also a larger one than in training.
+Each kind changes the queries, keys and values of the heads, adds a bias to their scores, or changes
+their output. Prefix tokens have no position. Every kind also works on other grids than in training.
 
 Shapes: B batch, H heads, N tokens (prefix, then patches row by row), P patches, d head width.
 """
@@ -18,7 +17,7 @@ REACH = 2  # offsets of `RelativePositions` go from -REACH to REACH
 TEMPERATURE = 100.0  # of `RotaryPositions`, as in arXiv 2403.13298
 # Where heads of `BiasPositions` look at first, in rows and columns from a patch.
 STARTS = (0, 1), (0, -1), (1, 0), (-1, 0), (0, 0)
-FARTHEST = 8  # squared distance from there, from which all patches start alike
+FARTHEST = 8  # cap of the squared distance from there
 
 
 def coordinates(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -28,7 +27,7 @@ def coordinates(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Positions(nn.Module):
-    """No positions but those of the input; what other kinds may change."""
+    """The base class: no positions in attention. Subclasses override what they change."""
 
     def __init__(self, num_heads: int, head_dim: int, grid: Grid, num_prefix_tokens: int) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class BiasPositions(Positions):
         bias = self.relative_position_bias_table[self.index(grid)].permute(2, 0, 1)
         bias = bias.contiguous()  # which scores are added to faster
         if torch.compiler.is_dynamo_compiling():
-            # Then it is stored as a tensor; otherwise it would be looked up again for each image.
+            # A copy keeps the compiler from looking it up in the table again for each image.
             return bias.as_strided(bias.shape, bias.stride())
         return bias
 
@@ -138,12 +137,13 @@ class RotaryPositions(Positions):
         angles = torch.cat([place[:, None] * frequencies for place in (columns, rows)], dim=1)
         angles = F.pad(angles, (0, 0, self.num_prefix_tokens, 0)).repeat_interleave(2, dim=1)
         cosines, sines = angles.cos().to(query.dtype), angles.sin().to(query.dtype)  # (N, d)
-        # Turns pairs of channels by 90 degrees: (x, y) @ quarter = (-y, x).
-        sign = 1 - 2 * (channels % 2)
-        quarter = ((channels + sign)[:, None] == channels) * sign[:, None]
-        quarter = quarter.to(query.dtype)
-        query, key = (x * cosines + (x @ quarter) * sines for x in (query, key))
+        query, key = (x * cosines + _quarter_turn(x) * sines for x in (query, key))
         return query, key, value
+
+
+def _quarter_turn(x: Tensor) -> Tensor:
+    """Turn pairs of channels by 90 degrees: (x, y) becomes (-y, x)."""
+    return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
 
 
 class RelativePositions(Positions):

@@ -70,13 +70,13 @@ def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
 
 def takes(attention: type, names: tuple[str, ...]) -> bool:
     """Return whether the constructor of a whole module has an argument of one of the names."""
-    return not {*names, *CONFIGS}.isdisjoint(inspect.signature(attention).parameters)
+    return bool(accepted_arguments(attention, dict.fromkeys((*names, *CONFIGS))))
 
 
 def build_attention(
     attention: Attention | None, dim: int, num_heads: int, **options: Any
 ) -> "MultiHeadSelfAttention | WholeAttention":
-    """Build what stands in an encoder block.
+    """Build the attention of an encoder block.
 
     Options are those of `MultiHeadSelfAttention`, of which a whole module takes some.
     """
@@ -142,8 +142,8 @@ def what_is_lost(
 class WholeAttention(nn.Module):
     """A whole attention module with the interface of `MultiHeadSelfAttention`.
 
-    A mask is passed to a module that takes one, else applied to its softmax. Without a softmax over
-    the tokens, the weights are those that the module returns, and no head can be muted.
+    A mask is applied to its softmax. Without a softmax over the tokens, the mask is passed to a
+    module that takes one, the weights are those that it returns, and no head can be muted.
 
     Args:
         attention: The module's class.
@@ -183,8 +183,7 @@ class WholeAttention(nn.Module):
         ):  # fmt: skip
             values |= dict.fromkeys(names, value)
         values |= dict.fromkeys(CONFIGS, Fields(values, bias=True, qkv_bias=True))
-        parameters = inspect.signature(attention).parameters
-        for parameter in parameters.values():
+        for parameter in inspect.signature(attention).parameters.values():
             if parameter.name not in values and is_required(parameter):
                 raise ValueError(
                     f"attention: the constructor of {name} takes {parameter.name}, which is not "
@@ -198,22 +197,17 @@ class WholeAttention(nn.Module):
         self.place = accepted_arguments(self.module.forward, place)  # what `call` passes on
         inputs = inspect.signature(self.module.forward).parameters
         self.mask_name = next((key for key in MASKS if key in inputs), None)
-        required = [p.name for p in inputs.values() if is_required(p)]
-        required = [name for name in required if name not in MASKS + PLACE]
+        required = [n for n, p in inputs.items() if is_required(p) and n not in MASKS + PLACE]
         self.inputs = min(max(1, len(required)), 3)  # 3 for query, key and value
         self.place |= dict.fromkeys(required[3:])  # such as lengths, which are not known
-        # In the masks of torch's module True hides a key, so `ReadSoftmax` applies ours.
+        # In the masks of torch's module True hides a key, so only its softmax is masked.
         wraps_torch = any(isinstance(m, nn.MultiheadAttention) for m in self.module.modules())
         if wraps_torch and self.mask_name is not None:
             self.place[self.mask_name], self.mask_name = None, None
-        self.mask_ndim = 4  # of a mask (B, 1, N, N) that the module takes; or 3, (B, N, N)
-        if self.mask_name is not None:
-            mask = torch.ones(2, 1, num_tokens, num_tokens, dtype=torch.bool)
-            self.mask_ndim = 3 if self._try(dim, mask, grid) is None else 4
         # The softmax of linear attention has the shape of another if heads are as wide as there are
         # tokens, so it is told apart by another number of tokens: with a single patch.
-        other = self._try(dim, None, (1, 1)) if math.prod(grid) > 1 else None
-        read = self._try(dim, None, grid)
+        other = self._try(dim, (1, 1)) if math.prod(grid) > 1 else None
+        read = self._try(dim, grid)
         several = read is not None and read.surplus  # for a head, which therefore cannot be muted
         count = "several softmaxes for each head" if several else "no softmax over the tokens"
         self.problem = f"{name} computes {count}"  # if `has_softmax` is False
@@ -242,16 +236,30 @@ class WholeAttention(nn.Module):
             )
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
-        own = None  # what the module hides itself; `ReadSoftmax` does it for modules that do not
-        by_image = self.mask_ndim == 4 or (allowed is not None and allowed.shape[1] == 1)
-        if allowed is not None and self.mask_name and by_image:
-            own, allowed = allowed.expand(len(x), -1, -1, -1), None
-            own = own if self.mask_ndim == 4 else own[:, 0]
+        if allowed is None or self.has_softmax:
+            output, weights = self.attend(x, None, allowed, grid)
+        else:
+            output, weights = self.attend(x, allowed.expand(len(x), -1, *size[2:]), grid=grid)
+        return (output, weights) if need_weights else output
+
+    def attend(
+        self,
+        x: Tensor,
+        own: Tensor | None = None,
+        allowed: Tensor | None = None,
+        grid: Grid | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the module and read its weights, with muted heads and a mask.
+
+        `own` is a mask as the module itself takes it; `allowed`, which broadcasts to (B, H, N, N),
+        is applied to its softmax.
+        """
+        size = len(x), self.num_heads, x.shape[1], x.shape[1]
         with ReadSoftmax(size, allowed, self.gates) as read:
-            output, weights = self.call(x, own, need_weights, grid)
+            output, weights = self.call(x, own, grid)
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
             with ReadSoftmax(size, allowed, self.gates, read.weights):
-                output, _ = self.call(x, own, need_weights, grid)
+                output, _ = self.call(x, own, grid)
         combines = read.softmaxes > 1 and weights is not None and weights.shape == size
         if self.has_softmax and read.weights is not None and not combines:
             weights = read.weights
@@ -261,15 +269,10 @@ class WholeAttention(nn.Module):
                 hint = f"its softmax has the shape {[*read.other]} instead of {[*size]}; queries "
                 hint += "and keys are (B, H, N, d), as after view(B, N, H, d).transpose(1, 2)"
             raise ValueError(f"attention: {self.problem}; {hint}")
-        output = output * (self.gates.amax(dim=0) > 0)
-        return (output, weights) if need_weights else output
+        return output * (self.gates.amax(dim=0) > 0), weights
 
     def call(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        need_weights: bool = False,
-        grid: Grid | None = None,
+        self, x: Tensor, mask: Tensor | None = None, grid: Grid | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Call the module itself; return its output, and the weights that it returns, if any."""
         keywords: dict[str, Any] = {**self.place}
@@ -278,7 +281,7 @@ class WholeAttention(nn.Module):
         if self.mask_name is not None:
             keywords[self.mask_name] = mask
         if type(self.module).forward is nn.MultiheadAttention.forward:
-            keywords["need_weights"] = need_weights
+            keywords["need_weights"] = False  # faster; `ReadSoftmax` reads them
         result = self.module(*[x] * self.inputs, **keywords)
         output, *others = result if isinstance(result, tuple | list) else (result,)
         if not isinstance(output, Tensor) or output.shape != x.shape:
@@ -294,7 +297,7 @@ class WholeAttention(nn.Module):
             weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
         return output, weights
 
-    def _try(self, dim: int, mask: Tensor | None, grid: Grid) -> ReadSoftmax | None:
+    def _try(self, dim: int, grid: Grid) -> ReadSoftmax | None:
         """Attend to tokens of two images; return what was read, or None if the module fails."""
         tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
@@ -304,7 +307,7 @@ class WholeAttention(nn.Module):
         try:
             read = ReadSoftmax(size, None, self.gates)
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
-                trial.call(tokens, mask, grid=grid)
+                trial.call(tokens, grid=grid)
             return read
         except Exception:  # the user's code may raise anything
             return None

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from vit.attention_check.trial import check_attention
 from vit.classifier import Classifier, build_model
 from vit.config import OPTIMIZERS, Config
 from vit.console import is_out_of_memory, note, note_once, shorten, sides
@@ -40,14 +41,14 @@ from vit.hardware import (
 from vit.model.attention_model import require_attention, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import timm_name
-from vit.model.variants import attention_code, check_attention, is_edited
+from vit.model.variants import attention_code, is_edited
 from vit.pretrained.adapt import Pretrained, with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, read_step, step_of
 from vit.run.folder import check_run, lock_run, unfinished_config
 from vit.settings import check
 from vit.training.schedule import scaled_size
 
-CLASSES = tuple("0123456789")  # any do
+CLASSES = tuple("0123456789")  # any names will do
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 PROCESS_MEMORY = 6 * 10**8  # bytes that a process with a small model and CIFAR-10 takes
 
