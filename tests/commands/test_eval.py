@@ -178,7 +178,7 @@ def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path
     assert (folder / "faithfulness.json").read_text() == measured
     (folder / "index.json").write_text('{"images": []}')  # of something else
     ended = call(demo, *words)
-    assert ended.code == 2 and "is not of maps" in ended.error
+    assert ended.code == 2 and "is not part of maps" in ended.error
     assert (folder / "index.json").read_text() == '{"images": []}'
 
 
@@ -271,7 +271,7 @@ BAD_WORDS = [
     ("DEMO photo BAD/good.png --target ship", "target: ship is not allowed; it must be a class"),
     ("DEMO maps --indices 2000", "indices: 2000 is not a test image; it must be 0 to 1999"),
     ("DEMO compare BAD/none", "BAD/none does not exist"),
-    ("DEMO maps --start_layer 4", "start_layer: 4 is not a layer of this model; it must be"),
+    ("DEMO maps --start_layer 4", "start_layer: 4 is not allowed; it must be a layer of"),
     ("/dev/zero", "/dev/zero is not a regular file"),
     ("DEMO photo /dev/zero", "photo: /dev/zero: not a regular file"),
     ("BAD/no_run", "contains neither model.safetensors nor"),

@@ -22,10 +22,12 @@ from vit.calibration import Calibration
 from vit.commands.train import train
 from vit.data.severities import CORRUPTIONS
 from vit.data.stream import ImageFiles
+from vit.files import write_json
 from vit.model_file import SavedModel, save_model
 from vit.pretrained.load import load as load_model
 from vit.reporting.loading import results_folder
 from vit.reporting.model_card import model_card
+from vit.reporting.report import _kept_parts
 from vit.run.folder import written_files
 
 KINDS = ("shot_noise", "glass_blur", "fog", "jpeg")  # of each group, to be quick
@@ -100,6 +102,17 @@ def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
     assert "Not measured." in model_card(load_model(run))
 
 
+def test_maps_decode_only_the_images_that_they_need(
+    base: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_pictures(base / "others/test", 30)
+    monkeypatch.setattr("vit.reporting.attention_records.FITTED_PATCHES", 1)
+    read, numbers = ImageFiles.read, list[int]()
+    monkeypatch.setattr(ImageFiles, "read", lambda self: numbers.append(len(self)) or read(self))
+    ended = call(base / "run", "maps", "--indices", 3, "--data.root", base / "others")
+    assert ended.code == 0 and 0 < sum(numbers) < 10
+
+
 # Parts of a report.
 
 
@@ -144,6 +157,12 @@ def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_c
     assert not fourth.keys() & {"sets", "unfamiliar", "corruptions"}
     assert b"set_lac" not in (folder / "predictions.csv").read_bytes()
     assert not (folder / "corruptions.png").exists() and not (folder / "unfamiliar.png").exists()
+    assert "training" not in fourth
+    # With other test images, what training took is still of this model.
+    write_json(folder / "report.json", first)
+    kept = _kept_parts(folder, "another digest", first["weights"])
+    assert kept == {"training": first["training"]}
+    assert _kept_parts(folder, "another digest", fourth["weights"]) == {}
 
 
 # Before the work, and when it is interrupted.

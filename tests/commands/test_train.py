@@ -154,7 +154,7 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
     (point,), (logged,) = (events(at).Scalars("test/accuracy") for at in (out, run))
     assert point.value == pytest.approx(report["accuracy"])
     assert (logged.step, logged.value) == (point.step, point.value)
-    with pytest.raises(ValueError, match="is not of a report"):
+    with pytest.raises(ValueError, match="is not part of a report"):
         evaluate_run(str(run), ReportConfig(out=str(run)))
 
 

@@ -14,8 +14,7 @@ from vit.commands.config import MapsConfig
 from vit.commands.maps import run as explain_run
 from vit.commands.train import train
 from vit.console import printable
-from vit.tensorboard_plugin.encoding import decode_details
-from vit.tensorboard_plugin.records import FRAMES_TAG
+from vit.tensorboard_plugin.encoding import FRAMES_TAG, decode_details
 
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
 

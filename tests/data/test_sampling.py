@@ -98,9 +98,7 @@ def test_a_large_set_of_many_classes_holds_out_what_it_can():
     assert len(held) == 250 and labels[held].min() == 9600
 
 
-def test_counts_are_listed_or_summarized_and_named_where_too_few():
-    with pytest.raises(ValueError, match=r"^probes: 31 images requested, but there are only 30$"):
-        balanced_subset(torch.zeros(30), 31, 0, "probes")
+def test_counts_are_listed_or_summarized():
     assert describe_counts(["a", "b"], [3, 3]) == "3 in each of 2 classes"
     assert describe_counts(["a", "b"], [3000, 1]) == "a 3,000, b 1"
     assert describe_counts([str(n) for n in range(21)], [*range(5, 26)]) == (

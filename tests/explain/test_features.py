@@ -9,8 +9,7 @@ from small_runs import make_loop, small
 from vit.explain.features import colours, coordinates, fit_frames
 from vit.explain.figures import features_picture
 from vit.reporting.attention_logging import AttentionLogging
-from vit.tensorboard_plugin.encoding import decode_weights
-from vit.tensorboard_plugin.records import FRAMES_TAG
+from vit.tensorboard_plugin.encoding import FRAMES_TAG, decode_weights
 
 
 def tokens_of(layers: int = 2, batch: int = 6, patches: int = 20, width: int = 40) -> torch.Tensor:

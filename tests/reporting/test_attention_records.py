@@ -43,8 +43,13 @@ from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.attention_records import attention_records, explained_classes
 from vit.reporting.heads import as_grid, measure_groups
 from vit.run.length import Length
-from vit.tensorboard_plugin.encoding import LIVE_TAG, LIVE_WEIGHTS_TAG, decode_details
-from vit.tensorboard_plugin.records import FRAMES_TAG, Record
+from vit.tensorboard_plugin.encoding import (
+    FRAMES_TAG,
+    LIVE_TAG,
+    LIVE_WEIGHTS_TAG,
+    decode_details,
+)
+from vit.tensorboard_plugin.records import Record
 
 IMAGES = load("shapes", ".", train=False, count=60)
 SHAPES = IMAGES.select(torch.arange(5))

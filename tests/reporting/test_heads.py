@@ -14,8 +14,9 @@ from vit.commands.config import HeadsConfig
 from vit.commands.heads import as_table
 from vit.commands.heads import run as measure_run
 from vit.data.datasets import load_training
+from vit.intervals import mean_interval
 from vit.pretrained.load import load as load_model
-from vit.reporting.heads import Effect, as_grid, effect_of, ranked, true_class
+from vit.reporting.heads import Effect, as_grid, ranked, true_class
 
 
 def test_falls_are_paired_and_by_hand() -> None:
@@ -23,7 +24,8 @@ def test_falls_are_paired_and_by_hand() -> None:
     labels, sure = torch.tensor([0, 1, 0, 1]), torch.log(torch.tensor([[0.9, 0.1]]))
     right = torch.cat([sure, sure.flip(1), sure, sure.flip(1)])
     wrong = torch.cat([right[:2], right[2:].flip(1)])
-    effect = effect_of(((0, 0),), true_class(right, labels), true_class(wrong, labels))
+    falls = true_class(right, labels) - true_class(wrong, labels)
+    effect = Effect(((0, 0),), *map(mean_interval, falls))
     spread = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64).std().item()
     half = 3.182446 * spread / 2  # the 97.5% point of Student's t with three degrees of freedom
     assert effect.accuracy == pytest.approx((0.5, half))
@@ -79,7 +81,7 @@ def test_a_run_without_held_out_images_is_refused(tmp_path: Path) -> None:
 def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
     run = saved_run(tmp_path / "run", 10)
     (tmp_path / "heads.json").write_text("mine")
-    with pytest.raises(ValueError, match=r"heads\.json exists and is not of heads"):
+    with pytest.raises(ValueError, match=r"heads\.json exists and is not part of heads"):
         measure_run(str(run), HeadsConfig(device="cpu", images=2, out=str(tmp_path)))
     assert (tmp_path / "heads.json").read_text() == "mine"
 

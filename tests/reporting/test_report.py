@@ -190,7 +190,7 @@ def test_each_comparison_has_a_folder_that_only_it_writes_again(
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / mine).write_text("mine")
-        with pytest.raises(ValueError, match="exists and is not of a comparison; move it"):
+        with pytest.raises(ValueError, match="exists and is not part of a comparison; move it"):
             compare("a", "b")
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(mine, "mine")]
 

@@ -9,7 +9,8 @@ import pytest
 from tensorboard.plugins.hparams import metadata
 
 from small_runs import events, metrics
-from vit.run.tracker import ROLLOUT_TAG, Tracker
+from vit.reporting.attention_logging import ROLLOUT_TAG
+from vit.run.tracker import Tracker
 
 
 def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:

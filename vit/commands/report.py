@@ -75,7 +75,9 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
         make_sets(saved, none, none[:, 0], options.coverage)
     if not own:
         with contextlib.suppress(ValueError):  # of missing training images
-            report_copies([load_split(saved, None, download=False)[0], test])
+            training = load_split(saved, None, download=False)[0]
+            if training.fingerprint:  # else nothing of it can be compared with files
+                report_copies([training, test])
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     source = {"data": data.name, "root": data.root, "own": own}
     result = write_report(saved, test, folder, saved.step, batch_size, options.coverage, source)
@@ -89,7 +91,7 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
         _add(part, result, folder, saved.step)
     if options.corruptions:
         say("\nclassifying corrupted images; after Ctrl-C, the same command goes on")
-        part = report_corruptions(saved, test, folder, result["accuracy"], seed, batch_size)
+        part = report_corruptions(saved, test, folder, seed, batch_size)
         _add(part, result, folder, saved.step)
     if not saved.has_maps:
         say(f"\n{no_maps_text(saved.model)}")

@@ -22,13 +22,10 @@ COMMON = 8  # images; with a multiple of them, 1, 2 or 4 processes train on the 
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
-    """Choose images at random, with equal numbers per class as far as the classes allow: (count,).
+    """Choose images at random, with equal numbers per class as far as the classes allow.
 
-    Raises:
-        ValueError: count is larger than N.
+    All N are chosen if `count` is larger.
     """
-    if count > len(labels):
-        raise ValueError(f"{purpose}: {count} images requested, but there are only {len(labels)}")
     order, rank, _ = _random_ranks(labels, seed, purpose)
     return order[rank.argsort(stable=True)[:count]].sort().values
 
@@ -49,11 +46,10 @@ def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Te
 def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str) -> Tensor:
     """Choose a fraction below 1 of each class at random, rounded: at least one image, never all.
 
-    A class with a single image gives none, and so does every class for a fraction of 0.
+    A class with a single image gives none.
     """
     order, rank, size = _random_ranks(labels, seed, purpose)
-    least = 1 if fraction > 0 else 0
-    number = (size * fraction).round().clamp(min=least).minimum(size - 1)
+    number = (size * fraction).round().clamp(min=1).minimum(size - 1)
     return order[rank < number].sort().values
 
 
@@ -83,7 +79,7 @@ def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: i
     most = sum(max(n - 1, 0) for n in counts)
     if size is None:
         size = min(HELD_OUT, most) if len(labels) >= LARGE_SET else HELD_OUT_FRACTION
-    if size < 1:
+    if 0 < size < 1:
         return fraction_per_class(labels, size, seed, "data.val_size")
     reason = f"every class keeps at least one training image ({describe_counts(classes, counts)})"
     allowed = f"a fraction such as 0.1, or at most {most}, because {reason}"

@@ -117,7 +117,7 @@ def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
         )
     if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
         raise ValueError(f"step: {step!r} is not a whole number, at least 0")
-    if model is not None and not hasattr(model, "preprocess"):
+    if model is not None and not isinstance(model, Classifier):
         raise ValueError(f"model: {type(model).__name__} is not a vit.Classifier")
     if model is not None and model.model.training:
         raise ValueError("model: it is in training mode; call model.model.eval() before")

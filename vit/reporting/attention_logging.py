@@ -20,11 +20,11 @@ from vit.reporting.attention_records import attention_records, read_frames
 from vit.reporting.heads import as_grid, draw_heads, measure_groups
 from vit.reporting.live import LiveLog
 from vit.run.length import Milestones
-from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES, ROLLOUT_TAG, Logged
-from vit.tensorboard_plugin.encoding import frames_summary, summaries
-from vit.tensorboard_plugin.records import FRAMES_TAG
+from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES, Logged
+from vit.tensorboard_plugin.encoding import FRAMES_TAG, frames_summary, summaries
 
 RECORD_TAG = "attention/probe_{:02d}"
+ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
 STATISTICS = {"entropy": "entropy / log N", "distance": "distance, pixels",
               "sink": "fraction to the top token"}  # fmt: skip
 FREE_TOKENS = 200_000  # to train on in the time in which attention is logged in any case
@@ -92,7 +92,7 @@ class AttentionLogging:
         for name, values in layers.items():
             for layer, value in enumerate(values.tolist()):
                 yield f"attention/{name}/layer_{layer:02d}", value
-        titled = {title: heads[name] for name, title in STATISTICS.items() if name in heads}
+        titled = {STATISTICS[name]: values for name, values in heads.items()}
         yield "attention/statistics", statistics_picture(titled)
         logits = torch.cat([part.logits for part in parts])
         captions = captions_of(logits, self.probes.labels, self.probes.classes)
@@ -104,7 +104,7 @@ class AttentionLogging:
 
 
 def attention_logging(setup: Setup) -> AttentionLogging | None:
-    """Log the attention of a few held-out images, or else training images."""
+    """Build the evaluator, for held-out or else training images; None without probes or maps."""
     track, seed = setup.config.track, setup.config.train.seed
     model: Any = attention_model(setup.model)
     if not track.probes or model is None:

@@ -28,13 +28,13 @@ SEVERITIES = range(1, 6)
 
 
 def report_corruptions(
-    classifier: Classifier, test: ImageSet, folder: Path, clean: float, seed: int, batch_size: int
+    classifier: Classifier, test: ImageSet, folder: Path, seed: int, batch_size: int
 ) -> Part:
     """Measure the accuracy on corrupted test images, and draw it beside that on clean ones."""
     from vit.data.corruptions import corrupt
 
-    path = folder / CORRUPTIONS_FILE
-    summary = summarize(classify_corrupted(classifier, test, path, seed, batch_size))
+    correct = classify_corrupted(classifier, test, folder / CORRUPTIONS_FILE, seed, batch_size)
+    summary, clean = summarize(correct), correct["clean"].double().mean().item()
     image = choose_images(test, 1, seed).pixels()
     corrupted = {
         kind: [corrupt(image, kind, severity, seed)[0] for severity in SEVERITIES]

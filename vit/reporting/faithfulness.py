@@ -73,8 +73,7 @@ def score_maps(
         if kind != "centred":
             metrics["over_centred"] = metrics["lerf_morf"] - scores["centred"]["lerf_morf"]
         if images.masks is not None:
-            values = maps[kind].cpu() if kind in maps else by_patch[kind]
-            metrics["pointing"] = pointing_game(values, images.masks)
+            metrics["pointing"] = pointing_game({**by_patch, **maps}[kind].cpu(), images.masks)
     return {
         kind: {metric: mean_interval(values) for metric, values in metrics.items()}
         for kind, metrics in scores.items()

@@ -23,7 +23,6 @@ from vit.intervals import mean_interval
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head), both counted from 0
 Interval = tuple[float, float]  # mean over images and half the width of its 95% interval
-Scores = tuple[Tensor, Tensor]  # see `true_class`
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def measure_groups(
 
     with tqdm(desc="muting heads", unit="group", leave=False, disable=None) as bar:
 
-        def classify(gates: Tensor) -> Scores:
+        def classify(gates: Tensor) -> Tensor:
             bar.update()
             gated = replace(classifier, model=with_gates(classifier.model, gates))
             return true_class(gated.forward(inputs, batch_size), images.labels)
@@ -57,7 +56,7 @@ def measure_groups(
         def mute(heads: Heads) -> Effect:
             muted = gates.clone()
             muted[tuple(zip(*heads, strict=True))] = 0
-            return effect_of(heads, unmuted, classify(muted))
+            return Effect(heads, *map(mean_interval, unmuted - classify(muted)))
 
         effects = {"heads": [mute((head,)) for layer in layers for head in layer]}
         if pairs is not None:
@@ -67,17 +66,11 @@ def measure_groups(
     return effects
 
 
-def true_class(logits: Tensor, labels: Tensor) -> Scores:
-    """Return the true class's probability, and 1 where it is predicted, (N,) float64 on the CPU."""
+def true_class(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the true class's probability, and 1 where it is predicted, (2, N) float64."""
     logits, labels = logits.cpu().double(), labels.cpu()
     probability = logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
-    return probability, (logits.argmax(dim=1) == labels).double()
-
-
-def effect_of(heads: Heads, unmuted: Scores, muted: Scores) -> Effect:
-    """Compare what `true_class` returns without and with muted heads, on the same images."""
-    pairs = zip(unmuted, muted, strict=True)
-    return Effect(heads, *(mean_interval(before - after) for before, after in pairs))
+    return torch.stack([probability, (logits.argmax(dim=1) == labels).double()])
 
 
 def ranked(effects: Sequence[Effect]) -> list[Effect]:

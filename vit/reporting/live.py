@@ -34,6 +34,7 @@ from vit.model.attention_model import require_attention
 from vit.model.whole_attention import copy_module
 from vit.reporting.export_formats import to_onnx, trace
 from vit.run.tracker import add_summary
+from vit.settings import parse
 from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
 
@@ -41,6 +42,7 @@ WEIGHTS_FILE = "weights.bin"  # to which the graph refers
 INPUTS = "images", "gates", "keep"  # names in the graph
 OUTPUTS = "logits", "weights", "lens_classes", "lens_probabilities"
 HALF_ERROR = 1e-2  # of a logit, up to which weights are stored as float16
+COMPARED = 32  # images whose logits are compared, at most
 
 
 def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:
@@ -97,9 +99,9 @@ class LiveLog:
     ) -> Iterator[Summary]:
         """Yield the graph, the first time, and weights, if they fit beside those of later steps.
 
-        Weights are float16 if that changes no logit of the images (B, channels, H, W) uint8 by more
-        than `HALF_ERROR`. `later` is the number of planned steps after this one. If the model
-        cannot be exported, a warning says why, and so does the tab.
+        Weights are float16 if that changes no logit of the first images (B, channels, H, W) uint8
+        by more than `HALF_ERROR`. `later` is the number of planned steps after this one. If the
+        model cannot be exported, a warning says why, and so does the tab.
         """
         if self._live is None:
             self._live = self._export(classifier)
@@ -134,14 +136,14 @@ class LiveLog:
             fitting = int((self._room - len(graph)) // half)
             count = min(self.planned, max(int(fitting > 0), fitting - 1))
             wanted = math.ceil((half * (self.planned + 1) + len(graph)) / 1e6)
-            note = (
-                f"the weights of at most {count} of {self.planned} steps fit into "
-                f"{self.megabytes:g} MB; training with --track.live_mb {wanted} stores all"
-            )
+            note = f"the weights of at most {count} of {self.planned} steps fit into "
+            note += f"{self.megabytes:g} MB"
+            if self.planned > 1:  # in training
+                note += f"; training with --track.live_mb {wanted} stores all"
             if not count:
                 raise ValueError(note)
             return Live(spec=spec, note=note if count < self.planned else "", graph=graph)
-        except Exception as error:  # of many kinds, and none of them may end a run
+        except Exception as error:  # of many kinds; logging must not end a run
             reason = shorten(error, 300)
         warn(f"the Attention tab cannot run this model: {reason}")
         return Live(spec=None, note=reason)
@@ -159,7 +161,7 @@ def add_live(
         pixels = classifier.preprocess.resize_all(images.cpu())
         for summary in log.summaries(classifier, pixels, step):
             add_summary(writer, summary, step)
-    except (RuntimeError, ValueError) as error:  # other channels or precision; no run ends by it
+    except (RuntimeError, ValueError) as error:  # such as other channels or another precision
         note_once(f"the Attention tab cannot run this model: {shorten(error, 300)}")
 
 
@@ -174,17 +176,19 @@ def _spec(classifier: Classifier) -> LiveSpec:
     floats = sum(tensor.numel() for tensor in _floats(classifier.model).values())
     if (most := MAX_LIVE_WEIGHTS // 2) < floats:  # as float16
         raise ValueError(f"it has {floats:,} weights, and the page runs at most {most:,}")
-    channels: Any = preprocess.channels
-    return LiveSpec(
-        **vars(preprocess), channels=channels, grid=grid, prefix=model.num_prefix_tokens,
-        layers=layers, heads=heads, classes=list(classifier.classes), floats=floats,
-    )  # fmt: skip
+    values = {
+        **vars(preprocess), "channels": preprocess.channels, "grid": grid,
+        "prefix": model.num_prefix_tokens, "layers": layers, "heads": heads,
+        "classes": list(classifier.classes), "floats": floats,
+    }  # fmt: skip
+    spec: LiveSpec = parse(LiveSpec, values, "its shape")
+    return spec
 
 
 @torch.no_grad()
 def _dtype(classifier: Classifier, images: Tensor) -> torch.dtype | None:
     """Return the dtype that weights are stored in; None if the model diverged."""
-    model, inputs = classifier.model, classifier.normalize(images)
+    model, inputs = classifier.model, classifier.normalize(images[:COMPARED])
     logits = model(inputs)
     if not logits.isfinite().all():
         return None

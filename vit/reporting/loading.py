@@ -16,7 +16,7 @@ import torch
 from vit.classifier import Classifier
 from vit.console import note, printable, warn
 from vit.data.config import DataConfig
-from vit.data.datasets import load_test_images, split_training
+from vit.data.datasets import load_test_images, open_images, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import check_stored, is_stored, join, recognize
 from vit.files import inside, require_file
@@ -90,7 +90,7 @@ def require_own(
         data = require_file(folder / file).read_bytes()
         is_own = keys <= parse(dict[str, Any], data, file).keys()
     paths = (path for pattern in patterns for path in folder.glob(pattern))
-    require_replaceable(is_own, paths, f"is not of {name}")
+    require_replaceable(is_own, paths, f"is not part of {name}")
 
 
 def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
@@ -104,19 +104,24 @@ def data_of(saved: SavedModel, root: str | None) -> tuple[DataConfig, bool]:
     return data, is_own or not data.spec.own_files
 
 
-def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
+def load_test(saved: SavedModel, root: str | None = None, decode: bool = True) -> ImageSet:
     """Load the test images of a model's data set, from `root` or where they were in training.
 
-    Some of the model's classes may have none. An included model has eight test images with it, for
-    when its data set is not there. ValueError if the images are missing and could not be
-    downloaded, have other classes, or if the model may have been trained on some of them.
+    With `decode`, they are decoded if they fit into memory. Some of the model's classes may have
+    none. An included model has eight test images with it, for when its data set is not there.
+    ValueError if the images are missing and could not be downloaded, have other classes, or if the
+    model may have been trained on some of them.
     """
     data, own = data_of(saved, root)
     if root is None and saved.path.parent == BUNDLED and not is_stored(data):
         return _included(saved)
     # Nothing is downloaded into a folder that only the model file names.
     download = root is not None or data.root == type(data).root
-    test = load_test_images(dataclasses.replace(data, download=download), saved.preprocess)
+    data = dataclasses.replace(data, download=download)
+    if decode:
+        test = load_test_images(data, saved.preprocess)
+    else:
+        test = open_images(data, train=False).resized(saved.preprocess)
     root, classes = data.root, saved.classes
     if others := {*test.classes} - {*classes}:
         raise ValueError(
@@ -165,10 +170,10 @@ def _included(saved: SavedModel) -> ImageSet:
 def load_split(
     saved: SavedModel, root: str | None, download: bool = True
 ) -> tuple[ImageSet, ImageSet]:
-    """Find the training images of a model and the held-out ones; files are not decoded.
+    """Find the training images of a model and the held-out ones.
 
-    They are where they were in training, or else in `root`. ValueError if they are missing, or
-    differ from the images of the training run.
+    Files are decoded only with `data.on_bad_image` "skip". They are where they were in training, or
+    else in `root`. ValueError if they are missing, or differ from those of the training run.
     """
     data = saved.config.data
     if root is not None:

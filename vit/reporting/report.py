@@ -57,9 +57,9 @@ def write_report(
     result, logits = evaluate(classifier, images, batch_size)
     result |= intervals(logits, images.labels.cpu())
     about = {"date": str(date.today()), "precision": str(classifier.precision).split(".")[1]}
-    kept = _kept_parts(folder, digest := _digest(classifier, images))
+    digest, weights = _digest(classifier, images), weights_digest(classifier.model)
+    kept = _kept_parts(folder, digest, weights)
     kept |= {} if training is None else {"training": training}
-    weights = weights_digest(classifier.model)
     result |= {**about, "source": source, "digest": digest, "weights": weights, **kept}
     result["calibration"] = measure_calibration(classifier, images, logits, result)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
@@ -93,17 +93,24 @@ def _digest(classifier: Classifier, images: ImageSet) -> str:
     return weights_digest(classifier.model, repr(about))
 
 
-def _kept_parts(folder: Path, digest: str) -> dict[str, Any]:
-    """Return the optional parts of an earlier report if it is of the same model and images."""
+def _kept_parts(folder: Path, digest: str, weights: str) -> dict[str, Any]:
+    """Return the optional parts of an earlier report if it is of the same model and images.
+
+    What training took is kept with other images too.
+    """
     try:
         data = require_file(folder / REPORT_FILE).read_bytes()
         parts = parse(StoredParts, data, REPORT_FILE).model_dump(exclude_none=True)
     except (OSError, ValueError):  # no earlier report
         return {}
-    if parts.pop("digest") == digest or not parts:
+    same_model = parts.pop("weights") == weights
+    if parts.pop("digest") == digest:
         return parts
-    warn(f"{folder}: the earlier {' and '.join(parts)} are dropped, of another model or images")
-    return {}
+    kept = {"training": parts.pop("training")} if same_model and "training" in parts else {}
+    if parts:
+        dropped = " and ".join(parts)
+        warn(f"{folder}: dropped from the earlier report, of another model or images: {dropped}")
+    return kept
 
 
 def write_part(

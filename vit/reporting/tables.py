@@ -47,8 +47,8 @@ StoredReport = create_model(
 Sets: Any = create_model("Sets", coverage=(Between0And1 | None, None))
 # What the next report keeps if the model and the images, see `digest`, are the same.
 StoredParts = create_model(
-    "StoredParts", digest=(str, ""), sets=(Sets | None, None), unfamiliar=(Any, None),
-    corruptions=(Any, None), training=(Any, None),
+    "StoredParts", digest=(str, ""), weights=(str, ""), sets=(Sets | None, None),
+    unfamiliar=(Any, None), corruptions=(Any, None), training=(Any, None),
 )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def report_unfamiliar(
     batch_size: int,
 ) -> Part:
     """Measure how well scores tell test images from others, see `detection`."""
-    chosen = balanced_subset(training.labels, min(TRAINING, len(training)), seed, "unfamiliar")
+    chosen = balanced_subset(training.labels, TRAINING, seed, "unfamiliar")
     sets = (training.select(chosen).resized(classifier.preprocess), test, others)
     bar = tqdm(sets, "features", unit="set", leave=False, disable=None)  # on terminals only
     vectors = (classifier.features(images, batch_size) for images in bar)

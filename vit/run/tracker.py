@@ -26,7 +26,6 @@ from vit.settings import parse
 
 LOGGED_FRACTION = 0.1  # of a run that logging attention may take
 LOGGED_IMAGES = 80  # logging one image costs as much as training on 80
-ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
 # Scalars that TensorBoard shows first: it sorts tags by name, and all others begin with vit/.
 CURVES = ("train/", "val/", "test/")
 

@@ -1,1 +1,1 @@
-"""The Attention tab of TensorBoard, which needs only files, console and colours of this package."""
+"""The Attention tab of TensorBoard, which needs only console and colours of this package."""

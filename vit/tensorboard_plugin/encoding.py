@@ -25,11 +25,12 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-from vit.tensorboard_plugin.records import FRAMES_TAG, MAX_WEIGHTS, VERSION, Details, Live, Record
+from vit.tensorboard_plugin.records import MAX_WEIGHTS, VERSION, Details, Live, Record
 
 PLUGIN_NAME = "attention"
 WEIGHTS_TAG = "{}/weights"  # of an image
 FEATURES_TAG = "{}/features"
+FRAMES_TAG = "attention/frames"  # in runs of this project
 LIVE_TAG = "attention/live"
 LIVE_WEIGHTS_TAG = "attention/live/weights/{:08d}"  # of a step
 MAX_DETAILS = 2**26  # bytes of JSON, that of a live model included

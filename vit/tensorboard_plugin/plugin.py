@@ -231,7 +231,6 @@ def _weights(question: Question) -> Answer:
     details, tag = question.details(), question.asked["tag"]
     if (name := encoding.WEIGHTS_TAG.format(tag)) not in question.series:
         raise ValueError(f"no weights of {tag!r} are stored; the tab shows its maps only")
-    encoding.part_of(question.series[name].plugin_content)
     codes, scale = encoding.decode_weights(question.read_at(name, question.step))
     shape = (details.layers, details.heads, details.tokens, details.tokens)
     if codes.shape != shape:

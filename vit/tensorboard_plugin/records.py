@@ -1,13 +1,14 @@
 """Records: what the Attention tab shows of one image at one step, and the model that it can run.
 
-A record is checked when it is made, whether by this project or from a file that anybody may have
-written; see `vit.tensorboard_plugin.encoding` for its bytes.
+Details and live models are checked when they are made, whether by this project or from a file that
+anybody may have written; see `vit.tensorboard_plugin.encoding` for the bytes.
 
 Shapes: L layers, H heads, N tokens (prefix, then P patches, row by row), C classes, K numbers of a
 patch in `vit.explain.features`.
 """
 
 import base64
+import dataclasses
 import hashlib
 import io
 import math
@@ -28,7 +29,6 @@ MAX_PIXELS = 2**24  # of one image, 4096 x 4096
 MAX_GRAPH = 2**24  # bytes of a live model's ONNX graph
 MAX_LIVE_WEIGHTS = 2**28  # bytes of a live model's weights
 
-FRAMES_TAG = "attention/frames"  # in runs of this project
 PNG_URL = "data:image/png;base64,"
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
@@ -121,26 +121,13 @@ class Details:
             raise ValueError(f"class {largest} does not exist; there are {len(self.classes)}")
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(arbitrary_types_allowed=True))
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What the Attention tab shows of one image at one step.
-
-    Raises:
-        ValueError: A value is out of range, or the shapes contradict each other.
-    """
+    """What the Attention tab shows of one image at one step."""
 
     details: Details
     weights: np.ndarray | None  # (L, H, N, N), finite; without them, the tab shows maps only
     features: np.ndarray | None = None  # (L, P, K), finite, see `vit.explain.features`
-
-    def __post_init__(self) -> None:
-        details = self.details
-        shape = (details.layers, details.heads, details.tokens, details.tokens)
-        if self.weights is not None and self.weights.shape != shape:
-            raise ValueError(f"weights are {self.weights.shape}; the details say {shape}")
-        patches = details.layers, math.prod(details.grid)
-        if self.features is not None and self.features.shape[:2] != patches:
-            raise ValueError(f"features are {self.features.shape}; the details say {patches}")
 
 
 @dataclass(frozen=True, kw_only=True)

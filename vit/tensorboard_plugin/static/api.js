@@ -1,5 +1,6 @@
 // Requests to the server side, and a cache of what it answered.
 
+import { fetchAsset } from "./assets.js";
 import { storedWeights } from "./maths.js";
 import { canvasesOf } from "./raster.js";
 
@@ -10,7 +11,7 @@ async function get(route, parameters, read) {
   const asked = `${route}?${new URLSearchParams(parameters)}`.replace(/\?$/, "");
   let response;
   try {
-    response = await (globalThis.attentionFile?.answers[asked] ?? fetchAnswer)(asked);
+    response = await fetchAsset(asked);
   } catch {
     throw new Error("TensorBoard does not answer. Is it still running?");
   }
@@ -18,8 +19,6 @@ async function get(route, parameters, read) {
   const answer = await response.json().catch(() => ({}));
   throw new Error(answer.error ?? `TensorBoard answered with HTTP status ${response.status}.`);
 }
-
-const fetchAnswer = (asked) => fetch(new URL(asked, import.meta.url));
 
 export const fetchRuns = async () => (await get("runs", {}, "json")).runs;
 export const fetchImages = (run) => get("images", { run }, "json");
@@ -29,7 +28,7 @@ export const fetchLive = (run) => get("live", { run }, "json");
 export const fetchLiveGraph = (run) => get("live_graph", { run }, "arrayBuffer");
 export const fetchLiveWeights = (run, step) => get("live_weights", { run, step }, "arrayBuffer");
 
-/** Keeps as many values as told, those used last. */
+/** A cache of promises that drops the least recently used. */
 export class Cache {
   #promises = new Map(); // oldest first
 

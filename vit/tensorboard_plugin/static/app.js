@@ -42,7 +42,7 @@ export class App {
     this.panes = [new Pane(this, "a"), new Pane(this, "b")];
     this.toolbar = new Toolbar(this);
     this.banner = make("p", { class: "banner", role: "alert", hidden: true });
-    this.live = make("p", { class: "unseen", "aria-live": "polite" });
+    this.spoken = make("p", { class: "unseen", "aria-live": "polite" });
     const different = "These are different images.";
     this.notice = make("p", { class: "notice", role: "status", hidden: true }, different);
     const panes = this.panes.map((pane) => pane.element);
@@ -52,7 +52,7 @@ export class App {
     this.waiting = make("p", "empty quiet", "Loading …");
     const { canvas } = this.panes[0].picture;
     root.addEventListener("chosen", () => canvas.focus({ preventScroll: true }));
-    root.append(this.toolbar.element, this.body, this.empty, this.waiting, this.banner, this.live);
+    root.append(this.toolbar.element, this.body, this.empty, this.waiting, this.banner, this.spoken);
     this.toolbar.element.hidden = this.body.hidden = this.empty.hidden = true;
   }
 
@@ -228,7 +228,7 @@ export class App {
       this.frame = null;
       this.panes.forEach((pane) => pane.element.hidden || pane.paint());
       clearTimeout(this.speaking);
-      this.speaking = setTimeout(() => write(this.live, this.panes[0].read()), SPEAK);
+      this.speaking = setTimeout(() => write(this.spoken, this.panes[0].read()), SPEAK);
     });
   }
 
@@ -332,7 +332,7 @@ export class App {
   mute(what) {
     const [{ record }] = this.panes;
     if (!record) return;
-    const { layer, head } = this.panes[0].chosen();
+    const { layer, head } = this.panes[0].seen();
     if (what !== "layer" && FUSED.includes(head)) {
       this.toolbar.say("Choose a head first: click its map.");
       return;

@@ -8,7 +8,11 @@ export function assetOf(name) {
   return globalThis.attentionFile?.assets[name] ?? new URL(name, import.meta.url).href;
 }
 
-/** Return a Response with a file in static/. A page that holds them all may not fetch anything. */
+/**
+ * Return a Response with a file in static/ or an answer of the server.
+ *
+ * A page that holds them all may not fetch anything.
+ */
 export async function fetchAsset(name) {
   return globalThis.attentionFile?.answers[name]() ?? fetch(assetOf(name));
 }

@@ -1,7 +1,7 @@
 // Colours of maps, and of classes in the logit lens.
 
 import { range } from "./maths.js";
-// Made by the server from vit/explain/colours.py, so that pictures and page have the same colours.
+// Made by the server from vit/colours.py, so that pictures and page have the same colours.
 import { INFERNO, RED_BLUE } from "./palettes.js";
 
 // Paul Tol's colour-blind-safe "muted" scheme; instead of cyan, which outlines patches, blue of his
@@ -49,7 +49,7 @@ function overPale(colour, opacity) {
 }
 
 /** Return a pixel of an ImageData (little-endian, as every browser is). */
-function pack(red, green, blue, alpha = 255) {
+export function pack(red, green, blue, alpha = 255) {
   return ((alpha << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
@@ -86,5 +86,5 @@ export function classPixel(colours, index, probability) {
 
 /** Return a class's colour as CSS, the more opaque the more probable it is. */
 export function classOverlay(colours, index, probability) {
-  return `rgba(${classColour(colours, index).join(", ")}, ${0.1 + 0.65 * Math.min(1, probability)})`;
+  return css(classColour(colours, index), 0.1 + 0.65 * Math.min(1, probability));
 }

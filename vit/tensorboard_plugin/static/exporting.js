@@ -38,17 +38,13 @@ function address(app) {
 
 /** Return what a pane shows as plain numbers. */
 export function numbersOf(record, { state, token, attention, similar }, shown) {
-  const patches = range(record.rows * record.columns);
   return {
     run: record.run,
     image: record.tag,
     file: record.details.name,
     step: record.step,
     grid: [record.rows, record.columns],
-    tokens: [
-      ...record.prefix,
-      ...patches.map((patch) => tokenName(record.prefix.length + patch, record)),
-    ],
+    tokens: range(record.tokens).map((token) => tokenName(token, record)),
     view: state.view,
     token: tokenName(token, record),
     direction: state.direction,

@@ -24,7 +24,6 @@ function readNumbers({ data }, layers, count, rows) {
   return range(layers).map((layer) => range(count).map((one) => vector(layer * count + one)));
 }
 
-const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
 export const dot = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0);
 export const columnsOf = (rows) => rows[0].map((_, column) => rows.map((row) => row[column]));
 const times = (vector, matrix) => columnsOf(matrix).map((column) => dot(vector, column));
@@ -65,8 +64,7 @@ export class Features {
     const numbers = this.numbers[layer];
     const products = this.#productsWith(this.frames, layer);
     const patches = numbers.map(([, ...others]) => [1, ...others]);
-    const mean = columnsOf(patches).map((column) => sumOf(column) / column.length);
-    return [...patches, mean].map((vector, patch) => {
+    return [...patches, meanOf(patches)].map((vector, patch) => {
       const rest = numbers[patch]?.[0] ?? 0; // what is left out is orthogonal to all axes
       const length = Math.hypot(Math.sqrt(dot(times(vector, products), vector)), rest) || 1;
       return vector.map((value) => value / length);
@@ -146,7 +144,6 @@ export function similaritiesOf(record, compared, token) {
   );
 }
 
-const pixelOf = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 
 /** Return what tells an image from the first one: its run, its step, or its name. */
 function titleOf({ run, step, tag, details }, first) {
@@ -234,7 +231,7 @@ export class FeaturesView {
         const values = index > 0 && similarities[index - 1]?.[layer];
         const colours = values
           ? scale.pixelsOf(values)
-          : Uint32Array.from(features.colours(layer), index > 0 ? () => 0 : pixelOf);
+          : Uint32Array.from(features.colours(layer), index > 0 ? () => 0 : (colour) => pack(...colour));
         map.context.clearRect(...box);
         map.paint([{ colours, box }], record.columns);
         mark(map);

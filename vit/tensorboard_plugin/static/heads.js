@@ -101,7 +101,7 @@ export class HeadsView {
     this.#describe(state, inOrder);
   }
 
-  /** Set the size of the maps: the largest that is at most so wide and so high. */
+  /** Set the size of the maps: the largest that fits. */
   #fit(width, height) {
     const { rows, columns, prefix } = this.record;
     const wide = Math.max(columns, prefix.length); // the prefix tokens are a row of their own

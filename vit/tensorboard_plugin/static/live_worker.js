@@ -81,15 +81,7 @@ function widen(weights, dtype, count) {
   const size = dtype === "float16" ? 2 : 4;
   if (weights.byteLength !== count * size)
     throw new Error(`its weights are ${weights.byteLength} bytes, not ${count * size}`);
-  if (size === 4) return new Float32Array(weights);
-  const floats = new Float32Array(count);
-  const bits = new Uint32Array(floats.buffer);
-  new Uint16Array(weights).forEach((code, index) => {
-    // Moved to their places in a float32, exponent and fraction give 2**-112 times the number.
-    bits[index] = ((code & 0x8000) << 16) | ((code & 0x7fff) << 13);
-    floats[index] *= (code & 0x7c00) === 0x7c00 ? NaN : 2 ** 112;
-  });
-  return floats;
+  return size === 4 ? new Float32Array(weights) : Float32Array.from(new Float16Array(weights));
 }
 
 /** Return an output of the graph, checked. */

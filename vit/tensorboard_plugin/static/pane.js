@@ -74,7 +74,7 @@ export class Pane {
       role: "group",
       "aria-label": "Tokens that are no patches",
     });
-    this.scale = new ColourBar();
+    this.colourBar = new ColourBar();
     this.lines = range(3).map(() => make("p"));
     this.readout = make("div", "readout", ...this.lines);
     this.slider = make("input", {
@@ -104,7 +104,7 @@ export class Pane {
         this.box,
         this.chips,
         make("div", "top", this.working, this.change.element, this.bars),
-        this.scale.element,
+        this.colourBar.element,
         this.readout,
       ),
       this.host,
@@ -252,10 +252,10 @@ export class Pane {
     this.picture.layout(record, this.box.clientWidth, height);
     this.#writeCaption();
     this.#writeChips();
-    this.chips.hidden = this.#seen().direction === "offset"; // of patches alone
+    this.chips.hidden = this.seen().direction === "offset"; // of patches alone
     const usable = app.state.view !== "heads" || record.weights !== null;
     const free = Math.max(160, window.innerHeight - 240); // without scrolling
-    if (usable) view.layout(record, this.#seen(), this.host.clientWidth, free);
+    if (usable) view.layout(record, this.seen(), this.host.clientWidth, free);
     else
       this.host.replaceChildren(make("p", "note", `${record.missing} See Maps and Predictions.`));
     this.paint();
@@ -295,14 +295,8 @@ export class Pane {
     this.chips.replaceChildren(...this.chipParts.map((part) => part.element));
   }
 
-  /** Return the layer and the head that are chosen. */
-  chosen() {
-    const { layer, head } = this.#seen();
-    return { layer, head };
-  }
-
   /** Return the state with what this record has: its layers, its heads. */
-  #seen() {
+  seen() {
     const { record } = this;
     const { state } = this.app;
     const layer = Math.min(state.layer ?? record.layers - 1, record.layers - 1);
@@ -318,14 +312,14 @@ export class Pane {
 
   /** Return what the places of all maps depend on, besides the record. */
   #arrangement() {
-    const { view, direction } = this.#seen();
+    const { view, direction } = this.seen();
     return view + (direction === "offset");
   }
 
   /** Return everything that the next painting shows. */
   #scene() {
     const { record, app } = this;
-    const state = this.#seen();
+    const state = this.seen();
     const pinned = tokenOf(state.token, record);
     const pointer = app.pointed === null ? null : tokenOf(app.pointed, record);
     const isByOffset = state.direction === "offset";
@@ -394,7 +388,7 @@ export class Pane {
       write(chip.value, shown.number(chip.token));
     }
     this.lines.forEach((line, index) => write(line, shown.lines[index] ?? ""));
-    this.scale.paint(shown, state.view !== "lens", Boolean(state.run2));
+    this.colourBar.paint(shown, state.view !== "lens", Boolean(state.run2));
     this.painted = { scene, shown };
   }
 

@@ -3,7 +3,6 @@
 import { readHeads, readPatches } from "./edits.js";
 
 export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions", features: "Features" };
-export const FEATURES = { components: "components", similarity: "cosine" };
 export const DIRECTIONS = {
   to: "where it attends",
   from: "who attends to it",
@@ -42,7 +41,7 @@ const PARAMETERS = {
   order: ["layer", oneOf(ORDERS)],
   map: ["", anyText], // kind of map that is shown large; empty: the first
   target: [null, count], // class that the maps explain; null: the first
-  feature: ["components", oneOf(FEATURES)], // what the large picture shows of features
+  feature: ["components", oneOf({ components: 1, similarity: 1 })], // what the large picture shows of features
   second: ["", anyText], // lends its patches and features; empty: the next in the list
   contrast: ["even", oneOf(CONTRASTS)],
   heat: ["yes", oneOf({ yes: 1, no: 1 })],

@@ -75,7 +75,7 @@ export class WhatIf {
     this.brush.disabled = !live;
     this.note.title = pane.liveNote;
     write(this.note, pane.liveNote);
-    const { layer, head } = pane.chosen();
+    const { layer, head } = pane.seen();
     const muted = new Set(app.state.mute.split(","));
     const fused = FUSED.includes(head);
     const name = fused ? "head" : `head ${head}`;
