@@ -147,15 +147,18 @@ def make_loop(config: Config, tracker: Tracker | None = None, **how: Any) -> Loo
     checkpoint = world.agree(latest_checkpoint(Path(config.out)) if world.main else None)
     run = begin(config, checkpoint=checkpoint, **how)
     training, held_out = load_data(run)
-    return build_loop(run, build_step(run, training), training, held_out, tracker)
+    return build_loop(run, build_step(run, training)[1], training, held_out, tracker)
 
 
 def load(
     name: str, root: Path | str, train: bool, count: int | None = None, **data: Any
 ) -> ImageSet:
-    """Load the training or test images of a data set into memory, with settings of `data`."""
+    """Load images of a data set into memory, `count` if they are shapes; `data` are settings."""
     config = DataConfig(name=name, root=str(root) or ".", **data)
-    images = open_images(config, train, count)
+    with pytest.MonkeyPatch.context() as patch:
+        for part in ("TRAINING", "TEST") if count else ():
+            patch.setattr(f"vit.data.shapes.{part}", count)
+        images = open_images(config, train)
     return images.resized(Preprocess.from_config(config)).in_memory()
 
 

@@ -330,7 +330,7 @@ def test_a_switch_may_have_a_value_everywhere(value: list[str], meant: bool) -> 
             assert of_key is meant or (not words and not value)
     for index, key in enumerate(("overwrite", "resume.allow_changes")):
         assert [*parse_train([f"--{key}", *value, "--out", "x"])[1].values()][index] is meant
-        refused([f"--{key}", "perhaps"], f"error: {key}: perhaps is not allowed; it must be true")
+        refused([f"--{key}=perhaps"], f"error: {key}: perhaps is not allowed; it must be true")
     for name, command in COMMANDS.items():
         others = {"photo": ["true.jpg"], "predict": ["a.jpg", "b"], "compare": ["c"]}.get(name, [])
         for key in (key for key, kind in types_of(command).items() if kind is bool):

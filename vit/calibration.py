@@ -70,11 +70,8 @@ class Calibration:
         held-out images.
         """
         level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles.get("lac", ()))
-        if level > most:
-            raise ValueError(
-                f"coverage: {coverage} is not allowed; it must be at most {most / LEVELS} for a "
-                f"model with {self.images:,} held-out images"
-            )
+        allowed = f"at most {most / LEVELS} for a model with {self.images:,} held-out images"
+        require(level <= most, "coverage", coverage, allowed)
         return {
             kind: scores <= self.quantiles[kind][level - 1]
             for kind, scores in set_scores(logits, uniform).items()

@@ -5,7 +5,6 @@ Shapes: N images, C classes, D feature width.
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from vit.calibration import Calibration
 from vit.console import is_out_of_memory
 from vit.data.images import ImageSet
+from vit.data.layout import join
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
@@ -219,16 +219,17 @@ class Classifier:
             kinds: Kinds of map, keys of `vit.explain.kinds.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
-            precision: Precision of the forward pass.
+            precision: Precision of the model's matrix products; maps are computed in float32.
             batch_size: Most images per forward pass, unless their attention weights take more than
                 half a gigabyte.
             rollout: Options for kind "rollout" only.
 
         Returns:
-            Logits (N, C) float32, and for each kind maps (N, rows, columns), as `attention_maps`.
+            Logits (N, C) float32, and for each kind maps (N, rows, columns) of the images' own grid
+            in the units of the kind, see `vit.explain.kinds`; (N, H, W) for "lrp_pixels".
 
         Raises:
-            ValueError: The model has no maps, or a kind is unknown.
+            ValueError: The model has no maps, a kind is unknown, or an option is out of range.
         """
         if target is not None:
             require(len(target) == len(images), "target", len(target), f"{len(images)} classes")
@@ -268,8 +269,8 @@ class Classifier:
     def _resize(self, photos: Photo | Photos) -> Tensor:
         """Return photos as (N, channels, H, W) uint8."""
         photos = photos if isinstance(photos, list | tuple) else [photos]
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            return torch.stack([*pool.map(self.preprocess.resize, photos)])
+        threads = min(len(photos), torch.get_num_threads())
+        return torch.stack(map_on_cores(self.preprocess.resize, photos, threads))
 
     @overload
     def explain(
@@ -333,6 +334,6 @@ class Classifier:
 
     def class_index(self, name: str) -> int:
         """Return the index of a class; ValueError if there is none of this name."""
-        classes = ", ".join(self.classes)
-        require(name in self.classes, "target", name, f"a class of this model, one of {classes}")
+        allowed = f"a class of this model, one of {join(self.classes)}"
+        require(name in self.classes, "target", name, allowed)
         return self.classes.index(name)

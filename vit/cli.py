@@ -1,7 +1,7 @@
 """The command line: flags and YAML files in, checked configs out.
 
-Every value is text until the annotations of the configs convert and check it. A mistake of the user
-ends in one line on standard error and exit code 2.
+Values stay text until the annotations of the configs convert and check them. Invalid input ends
+with one line on standard error and exit code 2.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from vit.console import is_out_of_memory, note_once, printable, program, rank, s
 from vit.recipes import compose, read_config
 from vit.settings import ImageSize, expand, keys, read_yaml, require, suggest, unknown
 
-# What train.py is told beside the config.
+# Switches of train.py that are not part of the config.
 SWITCHES = {
     "print_config": "print the resulting config as YAML and exit",
     "overwrite": "delete an earlier run in the folder and its evaluations first; other files are "
@@ -37,7 +37,7 @@ SWITCHES = {
     "resume.allow_changes": "resume an interrupted run even if settings of the optimizer, the "
     "schedule, the augmentation or the hardware have changed; data and model must be the same",
 }
-# Of a switch, which without a value is true; what pydantic takes for a bool.
+# Values of a switch, as pydantic reads a bool; without one, it is true.
 TRUE, FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
 
 
@@ -79,8 +79,8 @@ def user_errors() -> Iterator[None]:
 def _importing() -> Iterator[None]:
     """Import what takes seconds, late, so that a mistyped flag is answered at once.
 
-    Collecting garbage meanwhile would take a fifth of the time and find none, nor later among what
-    was imported.
+    Garbage collection would take a fifth of the time and find nothing; freezing spares the imports
+    from later collections.
     """
     gc.disable()
     try:
@@ -96,13 +96,11 @@ def train_main() -> None:
         config, options = parse_train(sys.argv[1:])
         with _importing():
             from vit.commands.train import train
-            from vit.distributed.launch import launched
+            from vit.distributed.launch import launch
             from vit.training.start import on_all_cores
 
         config = on_all_cores(config, options["overwrite"])
-        work = partial(train, config, **options)
-        with launched(config.train.processes or 1, work):
-            work()
+        launch(config.train.processes or 1, partial(train, config, **options))
 
 
 def eval_main() -> None:
@@ -123,7 +121,7 @@ def eval_main() -> None:
 
 
 def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
-    """Read the words after train.py; return a config, and the other arguments of `train`.
+    """Parse the arguments of train.py; return a config, and the other arguments of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -158,7 +156,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
-    """Read the words after eval.py; return a command, its run or model file, and its settings.
+    """Parse the arguments of eval.py; return a command, its run or model file, and its settings.
 
     Raises:
         ValueError: A command or key is not known, or a value is not allowed.
@@ -225,12 +223,11 @@ class _Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return what the command line sets, as {key: text}."""
-        words, has_others = list(arguments), bool(self._get_positional_actions())
+        words = list(arguments)
         switches = {f"--{a.dest}" for a in self._actions if str(a.metavar).startswith("[")}
         for index, word in enumerate(arguments):
             after = "".join(arguments[index + 1 : index + 2]).lower()
-            is_value = after in TRUE + FALSE or (after[:1] not in ("", "-") and not has_others)
-            words[index] += "=true" if word in switches and not is_value else ""
+            words[index] += "=true" if word in switches and after not in TRUE + FALSE else ""
         values, rest = self.parse_known_args(words)
         if rest and rest[0].startswith("-"):
             key = rest[0].removeprefix("--").partition("=")[0]

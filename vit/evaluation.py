@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it imports tensorboard
     from vit.run.tracker import Logged
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
-MATRIX_CLASSES = 1000  # most of a confusion matrix, whose size is their square
+MATRIX_CLASSES = 1000  # largest number of classes with a confusion matrix
 SAMPLE = 512  # training images for the statistics of batch norm
 
 
@@ -102,7 +102,7 @@ class Validation:
 
 
 def sample_size(num_images: int) -> int:
-    """Return how many of the training images the statistics of batch norm are taken from."""
+    """Return the number of training images for the statistics of batch norm."""
     return max(64, min(SAMPLE, num_images // 8))
 
 
@@ -211,7 +211,8 @@ def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
     _, ece, *means = measure(torch.ones_like(losses)).tolist()
     # The gap of a bin of a calibrated model is normal, its absolute value half-normal.
     spread = ((confidence * (1 - confidence)) @ bins).sqrt() / count
-    usual = 0.798 * spread.sum().item() + 1.96 * 0.603 * spread.norm().item()
+    mean = math.sqrt(2 / math.pi)  # of a half-normal variable, whose variance is 1 - mean^2
+    usual = mean * spread.sum().item() + Z * math.sqrt(1 - mean**2) * spread.norm().item()
     lowest = 0.0 if ece <= usual else max(0.0, 2 * ece - high)
     recall, f1 = (
         interval_of_mean(mean, (above - below) / (2 * Z), count)

@@ -20,7 +20,7 @@ from vit.console import counted
 
 T = TypeVar("T")
 R = TypeVar("R")
-# How processes are started: a copy has imported everything, but is safe on Linux only.
+# A forked process has imported everything already, but forking is safe on Linux only.
 PROCESSES: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 CGROUP = Path("/sys/fs/cgroup")  # the limits of containers and jobs on Linux

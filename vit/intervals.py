@@ -1,6 +1,6 @@
 """95% confidence intervals and tests for means, proportions and anything that can be resampled.
 
-SciPy has some of them, but takes longer to import than a photo takes to classify.
+SciPy has some of them, but is an optional dependency.
 """
 
 import math

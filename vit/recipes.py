@@ -18,7 +18,7 @@ GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass
 Epochs: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Budgets: TypeAlias = dict[Epochs, dict[Literal["model", "augment", "optim"], dict[str, Any]]]
 _CODE = Path(__file__).resolve().parent
-# Next to the code where the package is installed, beside it in a checkout.
+# Inside the installed package, or beside it in a checkout.
 RECIPES = _CODE / "configs" if (_CODE / "configs").is_dir() else _CODE.parent / "configs"
 
 
@@ -59,7 +59,6 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
     model = flags.get("model", {})
     if not files and model.get("name", "vit") == "vit" and not model.get("pretrained"):
         files = [read_config("quick")]
-        del files[0]["out"]  # named after the data set below
     budget, ignored = None, False
     for part in [*files, flags]:
         train = _merge([part]).get("train", {})

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that check their values, and what files contain, with errors of one line.
+"""Frozen dataclasses whose values are checked, and parsing of files, with one-line errors.
 
 A field's annotation states its type and range, and pydantic enforces both.
 """
@@ -26,7 +26,7 @@ from vit.console import shorten
 
 T = TypeVar("T")
 
-# Of a dataclass whose values are checked.
+# Pydantic's options for checked dataclasses.
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 NULL = ("", "~", "null")  # in YAML, unless quoted
 # What pydantic's kinds of error mean to a user.

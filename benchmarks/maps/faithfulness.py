@@ -38,7 +38,7 @@ def measure(
         ValueError: The test images cannot be read, or the model has no attention maps.
     """
     test = load_test(saved)
-    chosen = balanced_subset(test.labels, min(count, len(test)), seed, "eval.faithfulness")
+    chosen = balanced_subset(test.labels, count, seed, "eval.faithfulness")
     images = test.select(chosen).in_memory()
     print(f"{saved.describe()}, {len(images):,} {saved.config.data.name} test images", flush=True)
     pixels, inputs = images.pixels(), saved.normalize(images.pixels())

@@ -158,7 +158,7 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     device, precision = saved.device, saved.precision
     run = Run(config, Preprocess.from_config(config.data), device, precision)
     training = training.to(device)
-    step = build_step(run, training)
+    _, step = build_step(run, training)
     for epoch in range(epochs):
         shape = step.schedule.steps_per_epoch, step.schedule.batch_size
         order = epoch_batches(len(training), shape, train.seed, epoch)

@@ -6,10 +6,10 @@
 
 `run` trains with the FLAGS of train.py, evaluates each model with one view of the test images and
 with six, and writes benchmarks/records/NAME.json; finished runs in --runs are not repeated.
-`verify` trains a record's config with other seeds, and fails if their accuracy is lower than that
-of the record allows. `table` prints the table of docs/speedrun.md. A teacher is an earlier run, in
-whose name {seed} stands for the seed; its time counts. Anchors are models of others: of timm, or
-the network of airbench.py, which takes no FLAGS.
+`verify` trains a record's config with other seeds, and fails if one is below the record's 95%
+prediction interval. `table` prints the table of docs/speedrun.md. A teacher is an earlier run, in
+whose name {seed} stands for the seed; its time counts. Anchors are other people's models: timm's,
+or the network of airbench.py, which takes no FLAGS.
 """
 
 import argparse
@@ -176,15 +176,13 @@ def main() -> None:
     """Set or verify a record, or print all of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("run", "verify", "table"):
+    commands.add_parser("table")
+    for command, seeds in (("run", [0, 1, 2, 3, 4]), ("verify", [5])):
         part = commands.add_parser(command)
-        if command == "table":
-            continue
         part.add_argument("name")
         if command == "run":
             part.add_argument("kind", choices=CLASSES)
             part.add_argument("minutes", type=float)
-        seeds = [0, 1, 2, 3, 4] if command == "run" else [5]
         part.add_argument("--seeds", type=int, nargs="+", default=seeds)
         part.add_argument("--runs", type=Path, default=Path("runs/speedrun"))
         part.add_argument("--root", default="data")

@@ -121,7 +121,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         config = dataclasses.replace(config, out=folder)
         training, held_out = draw_images(6400), draw_images(HELD_OUT)
         run = Run(config, Preprocess.from_config(config.data), CPU, precision)
-        step = build_step(run, training)
+        _, step = build_step(run, training)
         batch = torch.arange(config.train.batch_size)[None]
         with contextlib.closing(Tracker(Path(folder))) as tracker:
             loop = build_loop(run, step, training, held_out, tracker)

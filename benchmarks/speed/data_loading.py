@@ -23,7 +23,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import active_children, set_start_method
+from multiprocessing import active_children
 from pathlib import Path
 from typing import cast
 
@@ -107,7 +107,6 @@ def open_files(root: Path, workers: int, name: DataName = "folder") -> tuple[Ima
 
 def measure_memory(root: Path, workers: int, batches: int) -> None:
     """Print what it costs to list, check and stream a folder; runs in a process of its own."""
-    set_start_method(None, force=True)  # of the workers: the system's default, not spawn
     start = time.perf_counter()
     images, files = open_files(root, workers)
     listed = time.perf_counter() - start

@@ -243,7 +243,7 @@ def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep,
     images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
     precision = choose_precision(config.train.precision, device)
     run = Run(config, Preprocess.from_config(config.data), device, precision)
-    return build_step(run, images), images
+    return build_step(run, images)[1], images
 
 
 def repeat_step(

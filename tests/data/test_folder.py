@@ -342,7 +342,7 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, tmp_path, monkeypa
         (["--data.root", str(tmp_path / "sets")], "cifar10", "runs/quick"),
         (["--data.root", "data"], "cifar10", "runs/quick"),  # the default, which is created
         (["--data.name", "table", "--data.root", "x/labels.csv"], "table", "runs/labels"),
-        (["--config", "quick", "--data.root", str(root)], "folder", "runs/quick"),
+        (["--config", "quick", "--data.root", str(root)], "folder", "runs/pictures"),
         # A name in a file does not switch off what a later root says, but one beside the root does.
         (["--config", "cifar10_hour", "--data.root", str(root)], "folder", "runs/cifar10_hour"),
         (["--config", "cifar10", "--data.root", "sets"], "cifar10", "runs/cifar10"),
@@ -591,7 +591,7 @@ def test_levels_that_a_file_of_12_bits_lacks_are_named(
         Image.fromarray(np.linspace(0, top, 64).astype(np.uint16).reshape(8, 8)).save(root / name)
         file = ImageFiles((str(root / name),), Preprocess((8, 8), (0.5,), (0.5,)))
         _note_first(ImageSet(file, torch.zeros(1), ("a",), None, file.paths, str(root)))
-    assert capsys.readouterr().err.count("values up to 4,000 of 65,535, so it is nearly black") == 1
+    assert capsys.readouterr().err.count("is nearly black, with values up to 4,000 of 65,535") == 1
     dark = np.full((8, 8, 3), 15, np.uint8)  # what Pillow makes of RGB of 12 bits
     Image.fromarray(dark).save(root / "rgb.png")
     file = ImageFiles((str(root / "rgb.png"),), Preprocess((8, 8), (0.5,) * 3, (0.5,) * 3))

@@ -6,8 +6,6 @@ import itertools
 import json
 import runpy
 import sys
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 import vit.data.pixels
+from small_runs import load
 from vit.data.config import DataConfig
 from vit.data.photos import to_photo
 from vit.data.pixels import FORMATS, LONGEST
@@ -216,14 +215,6 @@ def test_damaged_notes_are_ignored_and_damaged_images_refused(tmp_path: Path) ->
                 to_photo(cut)
 
 
-def test_threads_that_read_leave_pythons_warnings_as_they_were(tmp_path: Path) -> None:
-    Image.new("RGB", (9, 12)).save(tmp_path / "photo.png")
-    before = [*warnings.filters]
-    with ThreadPoolExecutor(4) as pool:
-        assert len([*pool.map(to_photo, [tmp_path / "photo.png"] * 500)]) == 500
-    assert [*warnings.filters] == before
-
-
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK"])
 def test_bands_are_channels_of_a_file_an_image_and_an_array(tmp_path: Path, mode: str) -> None:
     pixels, path = photo(12, 9, len(mode)), tmp_path / "bands.tif"
@@ -298,3 +289,11 @@ def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path: Path) ->
     for suffix in ("tif", "gif"):
         first.save(tmp_path / f"several.{suffix}", save_all=True, append_images=[second])
         assert (to_photo(tmp_path / f"several.{suffix}") == 10).all()
+
+
+def test_a_set_that_would_fill_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = load("shapes", ".", train=False, count=10)
+    monkeypatch.setattr("vit.data.images.free_memory", lambda: 100_000)
+    assert images.resized(CIFAR10).images is images.images
+    with pytest.raises(ValueError, match=r"^data\.image_size: 10 images of 64 x 64 pixels take"):
+        images.resized(dataclasses.replace(CIFAR10, image_size=(64, 64)))

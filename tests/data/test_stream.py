@@ -1,5 +1,6 @@
 """Images in files: the same bits as in memory, whatever happens to the files or the workers."""
 
+import io
 import multiprocessing
 import operator
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -27,6 +29,7 @@ from vit.data import datasets, stream
 from vit.data.config import DataConfig
 from vit.data.datasets import fit_into_memory, load_training, open_images
 from vit.data.images import ImageSet
+from vit.data.photos import TarMember
 from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
 from vit.distributed.world import Stopped, World, stop_on_signals
@@ -251,6 +254,16 @@ def test_files_are_read_only_as_far_as_they_are_alike(
     monkeypatch.setattr(stream, "_digest", watched)
     first = stream.first_copies([str(tmp_path / name) for name in names])
     assert first.tolist() == [0, 1, 2, 3, 4, 3] and whole == ["d", "e", "f"]
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        tar.add(tmp_path / "d")
+    with tarfile.open(tmp_path / "shard.tar") as tar:
+        (member,) = tar.getmembers()
+    packed = TarMember(str(tmp_path / "shard.tar"), "d", member.offset_data, member.size)
+    assert packed.open(5).read() == start[:5] and packed.open().read() == start + b"1"
+    asked: list[int | None] = []
+    monkeypatch.setattr(TarMember, "open", lambda _, n: asked.append(n) or io.BytesIO())
+    digest(packed, (0, 0), 5)
+    assert asked == [5]
 
 
 def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> None:

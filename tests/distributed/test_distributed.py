@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vit.console import rank
-from vit.distributed.launch import launched
+from vit.distributed.launch import launch
 from vit.distributed.world import (
     MEETING,
     Batch,
@@ -128,12 +128,12 @@ def test_a_process_that_ends_before_it_joins_is_not_waited_for(
             pass
 
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", MEETING, "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")  # so that what `launched` sets is restored
+        monkeypatch.setenv(name, "lo")  # so that what `launch` sets is restored
     # A shell that starts the tests in the background has it ignored.
     before, began = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
     error, text = (KeyboardInterrupt, None) if typed else (ValueError, "process 1 .* by SIGKILL")
-    with pytest.raises(error, match=text), launched(2, work):
-        work()
+    with pytest.raises(error, match=text):
+        launch(2, work)
     signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 30
 

@@ -43,6 +43,7 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run, unfinished_config
 from vit.training.build import build_step
 from vit.training.start import check_config
+from vit.training.state import build_state
 
 pytestmark = pytest.mark.usefixtures("few_test_images")
 TINY = "vit_tiny_patch16_224"
@@ -421,7 +422,7 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     config, source = resolve_pretrained(config, None)
     assert config.model.zero_init and config.train.whiten and source is not None
     training, _ = load_data(begin(config))
-    state = build_step(begin(config, source=source), training, source).state
+    state = build_step(begin(config, source=source), training, source)[1].state
     averaged = state.ema.module.state_dict()
     for key, value in state.model.state_dict().items():
         if not key.startswith("head."):
@@ -431,6 +432,13 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     assert head.weight.shape == (10, 24)
     assert head.weight.detach().std().item() == pytest.approx(0.02, rel=0.2)
     assert not head.bias.any()
+
+
+def test_weights_that_fit_another_size_of_images_are_one_line(tmp_path):
+    """As the table of a user's attention, which no rule resamples."""
+    wrong = {"blocks.0.attn.attention.table": torch.zeros(2), "pos_embed": torch.zeros(1, 2, 24)}
+    with pytest.raises(ValueError, match=r"^model\.pretrained: .* do not fit a model .*pos_embed"):
+        build_state(begin(small(tmp_path)), 10, weights=wrong)
 
 
 @pytest.mark.parametrize("place", [".", "checkpoints/step_00000003.pt"])
@@ -612,7 +620,7 @@ def test_both_heads_of_a_distilled_model_are_trained(tmp_path):
     config = timm_run(tmp_path / "w.pth", DISTILLED, VIT, freeze="backbone")
     config, source = resolve_pretrained(config, None)
     training, _ = load_data(begin(config))
-    step = build_step(begin(config, source=source), training, source)
+    _, step = build_step(begin(config, source=source), training, source)
     trained = {key for key, value in step.state.model.named_parameters() if value.requires_grad}
     assert trained == {f"{head}.{x}" for head in ("head", "head_dist") for x in ("weight", "bias")}
     assert step.features is None

@@ -102,7 +102,10 @@ def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
     newest.write_bytes(newest.read_bytes()[:1000])
     found = latest_checkpoint(tmp_path)
     assert found is not None and found.step == 10
-    assert "step_00001000.pt is not a checkpoint, or is damaged" in capsys.readouterr().err
+    assert (
+        "step_00001000.pt is not a checkpoint of this project, or is damaged"
+        in capsys.readouterr().err
+    )
     save_checkpoint(tmp_path, state(config, 70))  # the damaged one after it goes
     assert checkpoint_steps(tmp_path) == [10, 70] and own.exists()  # what others put there stays
 

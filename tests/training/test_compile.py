@@ -108,7 +108,8 @@ def test_a_run_compiles_once_even_if_its_time_budget_changes_its_settings(
         monkeypatch.setattr(build, name, 1)
     config = tiny(tmp_path, compile=True, budget_minutes=1.0)
     plan, run = changed(config, augment={"crop_padding": 3}), begin(config)
-    run, step = build.build_within(run, *load_data(run), None, {0.0: plan})
+    training, held_out = load_data(run)
+    run, step = build.build_step(run, training, None, len(held_out), {0.0: plan})
     assert run.config == plan and step.compiled
     printed = capsys.readouterr().out
     assert printed.count("budget ") == printed.count("compiling the model") == 1

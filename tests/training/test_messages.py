@@ -22,7 +22,7 @@ def start_of(count: int, held: int, budget: float | None = None, **changes: dict
     training, held_out = load_data(run)
     values = to_dict(config)
     values["train"]["budget_minutes"] = budget
-    return start_text(Config(**values), build_step(run, training), training, held_out)
+    return start_text(Config(**values), build_step(run, training)[1], training, held_out)
 
 
 def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:

@@ -1,6 +1,7 @@
 """Parameter groups, their learning rates by layer, and Muon."""
 
 import pytest
+import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from timm.optim import param_groups_layer_decay
@@ -42,6 +43,14 @@ def apart(key: str, tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.ndim == 4:
         return (tensor.permute(0, 2, 3, 1).flatten(1),)
     return tensor.chunk(3) if key.endswith(FUSED) else (tensor,)
+
+
+@pytest.mark.parametrize("name", ["pvt_v2_b0", "twins_svt_small"])
+def test_models_that_spare_no_set_of_weights_train(name):
+    """timm's models return a dictionary or a list of names."""
+    model = timm.create_model(name)
+    (adamw,) = build_optimizers(model, OptimConfig(name="adamw"))
+    assert sum(len(group["params"]) for group in adamw.param_groups) == len([*model.parameters()])
 
 
 @pytest.mark.parametrize(

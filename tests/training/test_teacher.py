@@ -126,7 +126,8 @@ def test_a_model_that_has_seen_held_out_images_gives_a_warning(
 def test_a_model_of_other_files_may_have_seen_held_out_images(tmp_path, capsys):
     config, now = small(tmp_path), SimpleNamespace(fingerprint="now")
     for files, warned in (("", False), ("now", False), ("before", True)):
-        warn_of_seen_images("optim.teacher", "it", config, files, config, now)
+        source = SimpleNamespace(config=config, fingerprint=files)
+        warn_of_seen_images("optim.teacher", "it", source, config, now)
         assert ("it was trained with other files" in capsys.readouterr().err) == warned
 
 

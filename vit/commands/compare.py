@@ -167,7 +167,7 @@ def _load_tests(models: Sequence[SavedModel], root: str | None) -> list[ImageSet
     for saved in models:
         inputs = saved.preprocess, saved.classes, saved.fingerprint
         if inputs not in loaded:
-            # If the first model is included, the images that come with it are those of all.
+            # The test images of an included first model serve all models.
             path = first.path if first.path.parent == BUNDLED else saved.path
             config = dataclasses.replace(saved.config, data=data)
             loaded[inputs] = load_test(dataclasses.replace(saved, config=config, path=path), root)

@@ -1,6 +1,6 @@
 """Settings of each command of eval.py; imported without torch.
 
-A field without a default is what the command takes before its flags, such as the photos.
+Fields without a default are positional arguments, such as the photos.
 """
 
 from dataclasses import field
@@ -42,7 +42,7 @@ class EvalModelConfig:
 
 @settings.group("")
 class EvalConfig:
-    """What commands take.
+    """Settings of all commands that load a model.
 
     Attributes:
         out: folder for results; null is eval/ next to the model
@@ -58,7 +58,7 @@ class EvalConfig:
 
 @settings.group("")
 class ImagesConfig(EvalConfig):
-    """What commands that use images of the data set take.
+    """Settings of commands that use images of the data set.
 
     Attributes:
         batch_size: images per forward pass

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from vit.classifier import Classifier, most_with_weights
+from vit.classifier import Classifier
 from vit.commands.config import ExportConfig
 from vit.commands.maps import log_test_images
 from vit.console import printable, say
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
 from vit.files import inside, require_file, write_atomically
-from vit.model.vit import VisionTransformer
 from vit.model.whole_attention import copy_module
 from vit.model_file import SavedModel
 from vit.pretrained.load import load
@@ -73,7 +72,7 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
     for name in formats:
         require_packages(f"export: {name}", FORMATS[name].packages, "export")
     folder = results_folder(saved, options.out, top=EXPORT_FOLDER)
-    targets = {name: inside(folder, EXPORTS[name]) for name in dict.fromkeys(options.formats)}
+    targets = {name: inside(folder, EXPORTS[name]) for name in options.formats}
     say(saved.describe())
     if "html" in targets:
         log = partial(log_test_images, saved, options.data.root)
@@ -128,18 +127,12 @@ def _loader(preprocess: Preprocess) -> bytes:
 
 @torch.no_grad()
 def largest_difference(classifier: Classifier, run: Runner) -> float:
-    """Return the largest difference between the calibrated logits of a classifier and its export.
-
-    Our VisionTransformer returns its weights, which avoids torch's fused kernel: the export is
-    compared with attention as it is written.
-    """
-    preprocess, model, at_once = classifier.preprocess, classifier.model, CHECKED_AT_ONCE
+    """Return the largest difference between the calibrated logits of a model and of its export."""
+    preprocess = classifier.preprocess
     shape = (CHECKED, preprocess.channels, *preprocess.image_size)
     noise = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, "export"))
-    differences, reader = [], model if isinstance(model, VisionTransformer) else None
-    if reader is not None:
-        at_once = most_with_weights(model, at_once, *preprocess.image_size)
-    for part in classifier.normalize(noise).split(at_once):
-        logits = model(part) if reader is None else reader.forward_intermediates(part)[0]
-        differences.append((run(part) - classifier.scaled(logits)).abs().max())
+    differences = [
+        (run(part) - classifier.scaled(classifier.model(part))).abs().max()
+        for part in classifier.normalize(noise).split(CHECKED_AT_ONCE)
+    ]
     return torch.stack(differences).max().item()

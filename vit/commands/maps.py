@@ -53,7 +53,7 @@ def run(name: str, options: MapsConfig) -> None:
     rollout = RolloutOptions(options.head_fusion, options.discard_ratio, options.start_layer)
     check_rollout_options(**asdict(rollout), depth=depth)
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
-    test = load_test(saved, options.data.root)
+    test = load_test(saved, options.data.root, decode=False)
     indices = _choose_indices(test, options)
     folder = results_folder(saved, options.out, ATTENTION_FOLDER, root=options.data.root)
     require_own(folder, INDEX_FILE, {"readout", "maps", "images"}, ["*"], "maps")
@@ -84,7 +84,7 @@ def run(name: str, options: MapsConfig) -> None:
 
 def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
     """Log the test images that `maps` chooses by default; errors as there."""
-    test = load_test(saved, root)
+    test = load_test(saved, root, decode=False)
     indices = _choose_indices(test, MapsConfig())
     with event_writer(folder) as writer:
         _write_records(writer, saved, test, indices, None, RolloutOptions())
@@ -166,8 +166,7 @@ def _choose_indices(test: ImageSet, options: MapsConfig) -> Tensor:
             raise ValueError(f"indices: {index} is not a test image; it must be 0 to {last}")
     if options.indices:
         return torch.tensor(list(dict.fromkeys(options.indices)))
-    count = min(options.probes, len(test))
-    return balanced_subset(test.labels, count, options.seed, "eval.attention")
+    return balanced_subset(test.labels, options.probes, options.seed, "eval.attention")
 
 
 def _write_records(

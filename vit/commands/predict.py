@@ -27,16 +27,14 @@ SHOWN = 10  # files whose classes are printed, too
 COLUMNS = "file,class,probability,class_1,"  # the first of a table
 
 
-def run(name: str, options: PredictConfig) -> Path:
+def run(name: str, options: PredictConfig) -> None:
     """Classify image files and write a table with a row for each.
 
     The table appears when it is complete, and NAME_part.csv with the rows so far after Ctrl-C, or
-    if a worker ends. Memory grows only with the list of files.
-
-    Returns:
-        The table: a CSV file with the columns file, class, probability, class_1, probability_1 and
-        so on, best first; familiarity, see `Calibration`, if the model has it and there is one view
-        of an image; with a coverage, set_lac and set_raps: classes, best first, separated by |.
+    if a worker ends. Memory grows only with the list of files. The table is a CSV file with the
+    columns file, class, probability, class_1, probability_1 and so on, best first; familiarity, see
+    `Calibration`, if the model has it and there is one view of an image; with a coverage, set_lac
+    and set_raps: classes, best first, separated by |.
 
     Raises:
         ValueError: The model or all images cannot be read, or the output is another kind of file.
@@ -72,7 +70,6 @@ def run(name: str, options: PredictConfig) -> Path:
         raise KeyboardInterrupt
     if failures:
         raise failures[0]
-    return table
 
 
 def _is_table(path: Path) -> bool:

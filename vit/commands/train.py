@@ -25,6 +25,7 @@ from vit.config import Config, Plans, to_dict
 from vit.console import argument, program, say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
+from vit.data.layout import join
 from vit.data.sampling import balanced_batches, epoch_batches
 from vit.distributed.world import World
 from vit.evaluation import Evaluator, Setup, Validation
@@ -39,7 +40,7 @@ from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, unfinished_conf
 from vit.run.length import EpochEnds
 from vit.run.tracker import Tracker
 from vit.settings import changed_keys, flatten
-from vit.training.build import build_within, deadline
+from vit.training.build import build_step, deadline
 from vit.training.flop import account
 from vit.training.loop import Loop, evaluating
 from vit.training.messages import end_text, start_text
@@ -72,7 +73,7 @@ def train(
         overwrite: Whether to delete an existing run in the folder.
         allow_changes: Whether to resume an unfinished run with other learning rates, epochs,
             augmentation, device or number of processes; data and model must be the same.
-        plans: Configs that take its place with `train.budget_minutes`, see `build_within`.
+        plans: Configs that take its place with `train.budget_minutes`, see `build_step`.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -99,7 +100,7 @@ def train(
         check_config(plan)
     with _alone(), start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
-        run, step = build_within(run, training, held_out, source, plans)
+        run, step = build_step(run, training, source, len(held_out), plans)
         del source  # its weights are in the model
         if run.world.main:
             say(start_text(run.config, step, training, held_out))
@@ -165,7 +166,7 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
         if started != (*training.classes, len(training)) or not same_files:
             raise ValueError(
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
-                f"images of the classes {', '.join(checkpoint.classes)} with which the run in "
+                f"images of the classes {join(checkpoint.classes)} with which the run in "
                 f"{config.out} was started: files were added, deleted or renamed, or the version "
                 "did not keep copies together; restore them, point --data.root at them, or train "
                 "in another folder with --out"

@@ -53,7 +53,7 @@ def augment(
     images = preprocess.normalize(images)
     if settings.erasing:
         images = random_erasing(images, settings.erasing, draws)
-    if not mixes or not (settings.mixup or settings.cutmix):
+    if not (mixes and settings.mixes):
         return images, targets
     if settings.mixup and settings.cutmix:
         is_mixup = draws.uniform(0, 1) < 0.5

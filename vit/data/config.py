@@ -23,8 +23,7 @@ class DatasetSpec:
     # Function in `vit.data` that maps a `DataConfig` and `train` to an `ImageSet`.
     reader: str = "published:read_torchvision"
     own_files: bool = False  # of a user, with any number of channels; all others are grey or RGB
-    drawn: bool = False  # the reader then also takes the number of images, or None
-    test_included: bool = False  # reading the training images shows that test images can be read
+    drawn: bool = False  # from a seed: as many training images as needed, and nothing to read
     files: str = ""  # pattern of what is in data.root once the set is downloaded; "" for no files
     torchvision: str = ""  # name of the class that downloads it
     training_splits: tuple[str, ...] = ("train",)  # torchvision's names of what is for training
@@ -48,18 +47,18 @@ DATASETS = {
         archive="cifar-10-python.tar.gz or the unpacked cifar-10-batches-py/",
     ),
     "cifar100": DatasetSpec(
-        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), test_included=True,
+        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
         files="cifar-100-*", torchvision="CIFAR100",
         archive="cifar-100-python.tar.gz or the unpacked cifar-100-python/",
     ),
     "shapes": DatasetSpec(
         (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "shapes:read_shapes",
-        drawn=True, test_included=True,
+        drawn=True,
     ),
     "folder": DatasetSpec((32, 32), *IMAGENET, "folder:list_folder", own_files=True),
     "shards": DatasetSpec((32, 32), *IMAGENET, "shards:list_shards", own_files=True),
     "table": DatasetSpec((32, 32), *IMAGENET, "table:list_table", own_files=True),
-    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,), "published:digits", test_included=True),
+    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,), "published:digits"),
     "fashion_mnist": DatasetSpec(
         (28, 28), (0.2860,), (0.3530,), files="FashionMNIST", torchvision="FashionMNIST",
         archive="FashionMNIST/raw/",

@@ -17,7 +17,7 @@ from vit.data.layout import join
 from vit.data.photos import NEEDS_HEIF
 from vit.data.pixels import DEEPEST, open_image
 from vit.data.preprocess import Preprocess
-from vit.data.sampling import balanced_subset, describe_counts, held_out, held_out_beside, together
+from vit.data.sampling import balanced_subset, describe_counts, held_out, together
 from vit.data.stream import UNREADABLE, ImageFiles, first_copies
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
@@ -27,21 +27,18 @@ CPU = torch.device("cpu")
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
 
-def open_images(data: DataConfig, train: bool, count: int | None = None) -> ImageSet:
+def open_images(data: DataConfig, train: bool) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
     They have the data set's order and size; training images in files are shuffled with a fixed
     seed. With `data.on_bad_image` "skip", all files are decoded once to find unreadable ones.
-
-    Args:
-        count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
 
     Raises:
         ValueError: The data or a package for it is missing, or no image of a class can be read.
     """
     reader = resolve_name(f"vit.data.{data.spec.reader}")
     try:
-        images: ImageSet = reader(data, train, count) if data.spec.drawn else reader(data, train)
+        images: ImageSet = reader(data, train)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"data.name: {data.name} needs a package that is not installed ({error.name}); install "
@@ -128,22 +125,20 @@ def load_training(
     preprocess = preprocess or Preprocess.from_config(data)
     training, held = split_training(data, seed)
     training, held = training.resized(stored or preprocess), held.resized(preprocess)
-    sets = [training, held]
-    if check and not data.spec.test_included:  # also downloads them; skip decodes them
-        sets.append(open_images(data, train=False))
+    test = list[ImageSet]()
+    if check and not data.spec.drawn:  # also downloads them; skip decodes them
+        test = [open_images(data, train=False)]
         if training.fingerprint:
-            report_copies(sets)
+            report_copies([training, held, *test])
             _note_first(training)
     if fit_into_memory((training, held), data.memory_gb, device):
         try:
             training, held = training.in_memory(), held.in_memory()
         except ValueError:
-            if check:
-                _require_readable(sets)  # names the unreadable files of all sets
+            _require_readable([training, held, *test])  # names the unreadable files of all sets
             raise
-        sets = sets[2:]
     if check and data.on_bad_image == "error":
-        _require_readable(sets)
+        _require_readable([training, held, *test])
     return training, held
 
 
@@ -185,25 +180,22 @@ def _note_first(images: ImageSet) -> None:
         if photo.format == "TIFF" and 1 < pages != images.images.shape[1]:
             hint = f"of which the first is read; --data.channels {pages} reads them as bands"
             note(f"{images.name(0)} has {pages} pages, {hint}")
-        largest = int(np.asarray(photo).max())
-        if photo.mode.startswith("I") and 255 < largest < 2**14:
-            dark = "so it is nearly black; scale images of 10 to 14 bits to 16 bits"
-            note(f"{images.name(0)} has values up to {largest:,} of {DEEPEST:,}, {dark}")
-        if photo.mode == "RGB" and largest < 64:
-            hint = "if it has 10 to 14 bits, scale images to 16 bits"
-            note(f"{images.name(0)} is nearly black, with values up to {largest} of 255; {hint}")
+        deep, largest = photo.mode.startswith("I"), int(np.asarray(photo).max())
+        if 255 < largest < 2**14 if deep else photo.mode == "RGB" and largest < 64:
+            values = f"with values up to {largest:,} of {DEEPEST if deep else 255:,}"
+            hint = "scale images of 10 to 14 bits to 16 bits"
+            note(f"{images.name(0)} is nearly black, {values}; {hint}")
 
 
 def split_training(data: DataConfig, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Divide a data set into training images and held-out images; files are not decoded.
+    """Divide a data set into training images and held-out images.
 
-    Arguments and errors as for `load_training`.
+    Files are decoded only with `data.on_bad_image` "skip". Arguments and errors as for
+    `load_training`.
     """
-    val_size, size, count = data.val_size, data.train_size, None
-    if data.spec.drawn and size is not None:  # draws no more than needed
-        val_size = held_out_beside(size, val_size)
-        count = size + val_size
-    images = open_images(data, True, count)
+    images, size, val_size = open_images(data, train=True), data.train_size, data.val_size
+    if data.spec.drawn and size is not None:  # no more than these were drawn
+        val_size = len(images) - size
     if images.held is not None:
         allowed = f"null, because {data.root} says which images are held out"
         require(val_size is None, "data.val_size", val_size, allowed)
@@ -233,5 +225,4 @@ def choose_images(
     images: ImageSet, count: int, seed: int, purpose: str = "track.probes"
 ) -> ImageSet:
     """Load a random choice of images into memory, balanced over the classes; all if too few."""
-    chosen = balanced_subset(images.labels, min(count, len(images)), seed, purpose)
-    return images.select(chosen).in_memory()
+    return images.select(balanced_subset(images.labels, count, seed, purpose)).in_memory()

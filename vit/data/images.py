@@ -6,6 +6,7 @@ Shapes: N images, B batch, C classes, H height, W width.
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vit.console import counted, note_once, printable, shorten
+from vit.console import counted, note_once, printable, shorten, sides
 from vit.data.config import DataConfig
 from vit.data.layout import join
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class, together
 from vit.data.stream import ImageFile, ImageFiles, first_copies
+from vit.hardware import free_memory, local_processes
 from vit.settings import require
 
 TEST_FRACTION = 0.2
@@ -89,6 +91,14 @@ class ImageSet:
         if isinstance(self.images, ImageFiles):
             files = dataclasses.replace(self.images, preprocess=preprocess)
             return dataclasses.replace(self, images=files)
+        size = preprocess.image_size
+        need = len(self) * preprocess.channels * math.prod(size)
+        if self.images.shape[2:] != size and need > free_memory() / local_processes():
+            raise ValueError(
+                f"data.image_size: {len(self):,} images of {sides(size)} pixels take "
+                f"{need / 1e9:.1f} GB in each process, more than is free; use a smaller size or "
+                "data.train_size, or image files, which are decoded when they are needed"
+            )
         images = preprocess.resize_all(self.images)
         masks = None if self.masks is None else preprocess.resize_masks(self.masks)
         return dataclasses.replace(self, images=images, masks=masks)

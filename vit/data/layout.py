@@ -178,7 +178,7 @@ def image_files(folder: Path, seen: set[str] | None = None) -> tuple[list[str], 
     for path in queue:  # which grows in the loop
         if (real := os.path.realpath(path)) not in seen:
             seen.add(real)
-            _, folders, files = next(os.walk(path, onerror=_fail), (path, [], []))
+            _, folders, files = next(os.walk(path, onerror=_fail))
             lists.append((path, sorted(filter(is_visible, files))))
             queue += [f"{path}{os.sep}{name}" for name in sorted(filter(is_visible, folders))]
     paths = [f"{path}{os.sep}{name}" for path, names in sorted(lists) for name in names]

@@ -1,10 +1,8 @@
 """Finding photos, and reading them the way people see them: upright, in colour, on white."""
 
-import contextlib
 import io
 import math
 import os
-import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,34 +18,8 @@ from vit.data.pixels import FORMATS, Bands, Unusable, bands_of, open_image
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 NEEDS_HEIF = "HEIC needs a package; run pip install pillow-heif"
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-
-
-class IgnoredWarnings:
-    """Ignores Pillow's warnings, such as those of damaged EXIF data, while any thread reads.
-
-    Python's filters belong to the process, and would be mixed up by threads that each restore them.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._threads, self._filters = threading.Lock(), 0, contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._threads:
-                self._filters.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", module=r"(PIL|pillow_heif)\b")
-            self._threads += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._threads -= 1
-            if not self._threads:
-                self._filters.close()
-
-
-IGNORED_WARNINGS = IgnoredWarnings()
-if hasattr(os, "register_at_fork"):  # a child has none of the threads that may be reading
-    os.register_at_fork(after_in_child=IGNORED_WARNINGS.__init__)  # type: ignore[misc]
+# Pillow warns of damaged EXIF data and the like; what makes a file unreadable is an error anyway.
+warnings.filterwarnings("ignore", module=r"(PIL|pillow_heif)\b")
 
 
 class TarMember(NamedTuple):
@@ -61,11 +33,11 @@ class TarMember(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} in {self.shard}"
 
-    def open(self) -> io.BytesIO:
-        """Read the file."""
+    def open(self, count: int | None = None) -> io.BytesIO:
+        """Read the file, or its first bytes."""
         with Path(self.shard).open("rb") as shard:  # opened each time: decoding takes far longer
             shard.seek(self.offset)
-            return io.BytesIO(shard.read(min(self.size, 2**30)))  # a larger one is no photo
+            return io.BytesIO(shard.read(min(self.size, count or 2**30)))  # no photo is larger
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
@@ -149,7 +121,7 @@ def _read(file: Path | TarMember, channels: int) -> Bands:
         raise Unusable(f"is a camera's raw photo, {small}; convert it to JPEG or PNG")
     try:
         stream = file if isinstance(file, Path) else file.open()
-        with IGNORED_WARNINGS, open_image(stream) as image:
+        with open_image(stream) as image:
             if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise Image.DecompressionBombError
             return bands_of(image, channels)
@@ -167,7 +139,7 @@ def _read(file: Path | TarMember, channels: int) -> Bands:
 
 def _needs_heif(file: Path | TarMember) -> bool:
     """Tell whether a file, whatever its name, is a HEIC photo, for which the package is missing."""
-    with file.open("rb") if isinstance(file, Path) else file.open() as stream:
+    with file.open("rb") if isinstance(file, Path) else file.open(12) as stream:
         start = stream.read(12)
     return start[4:8] == b"ftyp" and start[8:] in HEIC_BRANDS and "HEIF" not in FORMATS
 

@@ -13,19 +13,22 @@ from torch import Generator, Tensor
 
 from vit.data.config import DATASETS, DataConfig
 from vit.data.images import ImageSet
+from vit.data.sampling import held_out_beside
 from vit.seeding import fold_in
 
 SIZE = DATASETS["shapes"].image_size[0]  # height and width of an image, pixels
 SUBSAMPLES = 3  # sample points per pixel and axis; averaged for antialiased edges
 CHUNK = 500  # images drawn at once; limits memory and fits into the CPU caches
 RADIUS = (9.0, 13.0)  # range of the radius of the circle around an object, pixels
-TRAINING, TEST = 10_000, 2_000  # images drawn unless a number is given
+TRAINING, TEST = 10_000, 2_000  # images drawn
 
 
-def read_shapes(data: DataConfig, train: bool, count: int | None) -> ImageSet:
-    """Draw a number of training or test images; None is 10,000 and 2,000."""
-    part, default = ("train", TRAINING) if train else ("test", TEST)
-    images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", part))
+def read_shapes(data: DataConfig, train: bool) -> ImageSet:
+    """Draw the test images, or the training images: no more than `data.train_size` needs."""
+    part, count = ("train", TRAINING) if train else ("test", TEST)
+    if train and data.train_size is not None:
+        count = data.train_size + held_out_beside(data.train_size, data.val_size)
+    images, labels, masks = draw_shapes(count, fold_in(0, "shapes", part))
     return ImageSet(images, labels, KINDS, masks)
 
 

@@ -76,7 +76,7 @@ def _stat(file: ImageFile | int) -> tuple[int, int]:
 def _digest(file: ImageFile, stat: tuple[int, int], count: int | None) -> object:
     """Return a digest of a file, or of its first bytes."""
     try:
-        with Path(file).open("rb") if isinstance(file, str) else file.open() as stream:
+        with Path(file).open("rb") if isinstance(file, str) else file.open(count) as stream:
             if count is not None:
                 return hashlib.sha256(stream.read(count)).digest()
             return hashlib.file_digest(stream, "sha256").digest()

@@ -20,10 +20,9 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of a table, in its order.
 
     `data.root` is a CSV file with a header, in UTF-8, whose paths are relative to its folder.
-    Validation images are the test images where no others are named. Otherwise, the training images
-    include them, and they are held out.
-    Without a column "split", `data.test_fraction` splits the images. Class names are sorted, as
-    numbers if all are whole numbers.
+    Validation images take the place of missing test images; beside test images, they are returned
+    with the training images, as held out. Without a column "split", `data.test_fraction` splits the
+    images. Class names are sorted, as numbers if all are whole numbers.
 
     Raises:
         ValueError: The table is missing or not of this form, a file is missing or listed twice; or

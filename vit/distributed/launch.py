@@ -29,28 +29,27 @@ LOOPBACK = ("lo", "lo0")  # on Linux and macOS
 Errors: TypeAlias = "SimpleQueue[Exception]"
 
 
-@contextlib.contextmanager
-def launched(count: int, work: Callable[[], object]) -> Iterator[None]:
-    """Start processes that call a function, while this one does the same: `count` in all.
+def launch(count: int, work: Callable[[], object]) -> None:
+    """Call a function in `count` processes, of which this one is the first.
 
-    Each process gets an equal part of the cores. This one is the first, so that it writes, prints,
-    and ends with the exit code of the run. torchrun starts processes itself: then this starts none.
+    Each process gets an equal part of the cores. This one writes, prints, and ends with the exit
+    code of the run. torchrun starts processes itself: then this starts none.
 
     Raises:
         ValueError: Another process was killed, or has failed with this error.
     """
     if under_torchrun():
         try:
-            yield
-        except ConnectionLost as error:
+            work()
+        except ConnectionLost:
             if rank() != 0:  # the first process alone reports it
                 raise SystemExit(1) from None
-            raise ValueError(str(error)) from None
+            raise
         return
     threads = max(1, cores_to_use() // count)
     if count == 1:
         torch.set_num_threads(threads)
-        yield
+        work()
         return
     torch.set_num_threads(1)  # a copy of this process has none of its threads
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +60,7 @@ def launched(count: int, work: Callable[[], object]) -> Iterator[None]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
         with _others(count - 1, threads, work):
             torch.set_num_threads(threads)
-            yield
+            work()
 
 
 @contextlib.contextmanager
@@ -73,9 +72,9 @@ def _others(count: int, threads: int, work: Callable[[], object]) -> Iterator[No
     STARTED.extend(context.processes)
     try:
         yield
-    except ConnectionLost as error:
+    except ConnectionLost:
         _report_end(context.processes, errors)
-        raise ValueError(str(error)) from None
+        raise
     finally:
         STARTED.clear()
         try:

@@ -28,7 +28,7 @@ from vit.console import rank
 MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find each other
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 RUNS = itertools.count()  # of this process: torchrun's store outlives a run
-STARTED: list[BaseProcess] = []  # the other processes of the run, where this one has started them
+STARTED: list[BaseProcess] = []  # processes that this one has started for the run
 LONGEST_WAIT = timedelta(days=10)  # of other processes while the main one reads images
 Batch = tuple[Tensor, Tensor]
 
@@ -94,11 +94,9 @@ class World:
             raise SystemExit(2)
         try:
             yield
-        except (ValueError, OSError, Stopped) as error:
+        except (ValueError, OSError, Stopped):
             if self.main:
-                # A signal may have ended the others, too.
-                ended = (RuntimeError,) if isinstance(error, Stopped) else ()
-                with contextlib.suppress(*ended):
+                with contextlib.suppress(RuntimeError):  # the others may have ended, too
                     self.agree(False, self.patient)
             raise
         if self.main:
@@ -110,7 +108,7 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-class ConnectionLost(Exception):
+class ConnectionLost(ValueError):
     """Another process of the run has ended, or has not answered in time."""
 
 
@@ -172,7 +170,7 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
 
 
 def _meet(store: PrefixStore, size: int, timeout: timedelta) -> None:
-    """Say that this process is there, and wait for those that it has started.
+    """Announce this process in the store, and wait for those that it has started.
 
     Unlike the connecting that follows, this can be interrupted, and notices if a process ends.
     """

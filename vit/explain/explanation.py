@@ -27,7 +27,7 @@ class Explanation:
     Attributes:
         photo: (height, width, channels) uint8, of any size.
         seen: Rows and columns of the photo that the model sees.
-        maps: By kind, (rows, columns) float32 on the CPU, see `vit.explain.maps.attention_maps`.
+        maps: By kind, (rows, columns) float32 on the CPU, see `vit.Classifier.maps`.
         probabilities: Probability of each class by name, 0 to 1, best first.
         target: The class that class-specific maps explain.
         name: The name of the photo, for the sheet.

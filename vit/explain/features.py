@@ -1,8 +1,8 @@
 """Patches in few numbers: principal components that all images share.
 
 A frame describes the patch tokens of one layer: their mean, and axes in the directions in which
-they vary most, each as long as their standard deviation. A token is about the mean plus a number of
-each axis; what that leaves out is orthogonal to all axes.
+they vary most, each as long as their standard deviation. A token is approximately the mean plus a
+weighted sum of the axes; the remainder is orthogonal to all of them.
 
 Shapes: L layers, B batch, P patches, D token width, K numbers of a patch.
 """

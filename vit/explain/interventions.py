@@ -1,4 +1,4 @@
-"""What a model would say after an earlier layer, without some heads, or without some patches.
+"""Predictions from an earlier layer, without some heads, or without some patches.
 
 Shapes: B batch, N tokens (prefix, then patches), P patches, D token width, H heads, L layers, C
 classes.
@@ -58,14 +58,10 @@ class Interventions(nn.Module):
 
     The model is not changed. Gates and patches of ones change no bit of what
     `forward_intermediates` returns.
-
-    Raises:
-        ValueError: The model's attention cannot be read.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        require_attention(model)
         self.model = model
 
     def forward(self, images: Tensor, gates: Tensor | None, keep: Tensor) -> Answer:
@@ -82,7 +78,7 @@ class Interventions(nn.Module):
             mean nothing.
         """
         if gates is not None:
-            gated = gated_weights(self.model, gates, prefix="model.")
+            gated = {f"model.{k}": v for k, v in gated_weights(self.model, gates).items()}
             result: Answer = functional_call(self, gated, (images, None, keep))
             return result
         model: Any = self.model
@@ -102,11 +98,11 @@ class Interventions(nn.Module):
 def gates_of(model: nn.Module) -> Tensor:
     """Return gates (L, H) of ones, which leave all heads of a model as they are."""
     blocks: Any = require_attention(model).blocks
-    device = next(blocks[0].attn.parameters()).device
+    device = next(model.parameters()).device  # attention itself may have none
     return torch.ones(len(blocks), blocks[0].attn.num_heads, device=device)
 
 
-def gated_weights(model: nn.Module, gates: Tensor, prefix: str = "") -> dict[str, Tensor]:
+def gated_weights(model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
     """Return output projections with gates (L, H), or the gates of whole modules, by name."""
     gated, blocks = {}, cast(Any, model).blocks
     for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
@@ -114,9 +110,9 @@ def gated_weights(model: nn.Module, gates: Tensor, prefix: str = "") -> dict[str
             if not block.attn.has_softmax and block.attn.num_heads > 1:
                 name = type(block.attn.module).__name__
                 raise ValueError(f"{name} computes no softmax, so none of its heads can be muted")
-            gated[f"{prefix}blocks.{layer}.attn.gates"] = gates[layer]
+            gated[f"blocks.{layer}.attn.gates"] = gates[layer]
             continue
-        proj, name = block.attn.proj, f"{prefix}blocks.{layer}.attn.proj"
+        proj, name = block.attn.proj, f"blocks.{layer}.attn.proj"
         width = proj.in_features // block.attn.num_heads
         gated[f"{name}.weight"] = proj.weight * gates[layer].repeat_interleave(width)
         if proj.bias is not None:

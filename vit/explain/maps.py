@@ -110,26 +110,10 @@ def attention_maps(
     precision: torch.dtype = torch.float32,
     rollout: RolloutOptions = DEFAULTS,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Classify images and compute attention maps of any kinds.
+    """Classify images and compute attention maps of any kinds, see `Classifier.maps`.
 
-    Kinds with the same needs share their passes.
-
-    Args:
-        model: In evaluation mode, with attention that can be read, see `vit.model.attention_model`.
-        images: (B, channels, height, width), normalized, on the model's device.
-        kinds: Keys of `ALL_KINDS`.
-        target: (B,) int64, the class to explain; None explains the predicted class.
-        precision: Precision of the model's matrix products, float32 or bfloat16; maps are computed
-            in float32.
-        rollout: Options for kind "rollout" only.
-
-    Returns:
-        Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
-        the units of their kind, see `vit.explain.kinds`; (B, height, width) for "lrp_pixels".
-
-    Raises:
-        ValueError: A kind is unknown, an option is out of range, a side of the images is not a
-            multiple of the patch size, or the model's attention cannot be read.
+    Images are (B, channels, height, width), normalized, on the device of the model, which is in
+    evaluation mode. Kinds with the same needs share their passes.
     """
     reader = require_attention(model)
     if unknown := [kind for kind in kinds if kind not in ALL_KINDS]:

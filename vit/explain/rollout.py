@@ -20,6 +20,7 @@ from einops import reduce
 from torch import Tensor
 
 from vit.explain.kinds import HeadFusion
+from vit.settings import require
 
 Readout = Literal["class_token", "mean"]
 Layers = Tensor | Sequence[Tensor]
@@ -155,10 +156,9 @@ def attention_gradients(
 
 def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tensor:
     """Return the weight of each token in the classifier's input, (B, 1, N) float32."""
-    if readout not in ("class_token", "mean"):
-        raise ValueError(f"readout: {readout!r} is not class_token or mean")
-    if readout == "class_token" and num_prefix_tokens == 0:
-        raise ValueError("readout: class_token needs num_prefix_tokens of at least 1")
+    require(readout in ("class_token", "mean"), "readout", readout, "class_token or mean")
+    fits, allowed = readout == "mean" or num_prefix_tokens > 0, "at least 1 with class_token"
+    require(fits, "num_prefix_tokens", num_prefix_tokens, allowed)
     row = torch.zeros(layer.shape[0], 1, layer.shape[-1], device=layer.device)
     read = slice(1) if readout == "class_token" else slice(num_prefix_tokens, None)
     row[..., read] = 1.0 / row[..., read].shape[-1]
@@ -169,11 +169,7 @@ def check_rollout_options(
     head_fusion: str, discard_ratio: float, start_layer: int, depth: int
 ) -> None:
     """Check options of `attention_rollout` for a model of `depth` layers."""
-    if head_fusion not in ("mean", "max", "min"):
-        raise ValueError(f"head_fusion: {head_fusion!r} is not mean, max or min")
-    if not 0 <= discard_ratio < 1:
-        raise ValueError(f"discard_ratio: {discard_ratio} is not at least 0 and less than 1")
-    if not 0 <= start_layer < depth:
-        raise ValueError(
-            f"start_layer: {start_layer} is not a layer of this model; it must be 0 to {depth - 1}"
-        )
+    require(head_fusion in ("mean", "max", "min"), "head_fusion", head_fusion, "mean, max or min")
+    require(0 <= discard_ratio < 1, "discard_ratio", discard_ratio, "at least 0 and less than 1")
+    allowed = f"a layer of this model, 0 to {depth - 1}"
+    require(0 <= start_layer < depth, "start_layer", start_layer, allowed)

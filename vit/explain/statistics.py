@@ -39,8 +39,7 @@ def attention_distance(
     That is the distance between patch centres weighted by attention, mean over patches. Prefix
     tokens have no position: attention to them is ignored, and that to the patches sums to 1.
     """
-    rows, columns = (torch.arange(n, device=weights[0].device) for n in grid)
-    positions = torch.cartesian_prod(rows, columns).float() * patch_size
+    positions = torch.stack(coordinates(grid, weights[0].device), dim=1).float() * patch_size
     distance = (positions[:, None] - positions[None]).norm(dim=-1)
     patches = slice(num_prefix_tokens, None)
     means = []

@@ -122,7 +122,8 @@ def _fit_vit(
 
     assert source.input_size is not None
     old_channels, height, width = source.input_size
-    _check_vit(source, old_channels, (height, width))
+    if source.config is None:  # else it was checked on loading
+        _check_vit(source, old_channels, (height, width))
     weights, changes = dict(source.weights), []
     before, now = source.settings["patch_size"], model.patch_size or PATCH_SIZE
     old_grid = (height // before, width // before)

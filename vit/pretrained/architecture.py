@@ -12,10 +12,10 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
+from vit.console import is_out_of_memory
 from vit.model.config import NOT_OF_VIT, ModelConfig
 from vit.model.timm_model import NORM_EPS
 
@@ -35,27 +35,24 @@ OF_TIMMS_VIT = (
 LAYER_SCALE = 1e-5  # placeholder for initial values that the weights replace
 NOT_IN_TIMM = {"stem": "linear", "stem_width": None, "mlp_conv": False, "attention": "dot"}
 # The table of `BiasPositions` in a block, by its number; timm's `RelPosBias` has the same.
-TABLE, BEITS_TABLE = (
-    ".attn.rel_pos.relative_position_bias_table",
-    ".attn.relative_position_bias_table",
-)
+TABLE = ".attn.rel_pos.relative_position_bias_table"
+BEITS_TABLE = ".attn.relative_position_bias_table"
 BIAS_TABLE = f"blocks.{{}}{TABLE}"
 
 
 @contextlib.contextmanager
 def understood(name: str) -> Iterator[None]:
-    """Turn errors in reading weights of anybody into one line that names them."""
+    """Report errors in anybody's weights in one line that names the weights."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
-            safetensors.SafetensorError) as error:  # fmt: skip
-        if str(error).startswith("model."):  # our own messages
+    except Exception as error:  # of many kinds
+        if str(error).startswith("model.") or is_out_of_memory(error):  # our own messages
             raise
         raise ValueError(f"model.pretrained: {name} is incomplete or damaged: {error!r}") from None
 
 
 def by_our_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename what timm's Eva and Beit call otherwise than its other Vision Transformers."""
+    """Rename the weights for which timm's Eva and Beit have names of their own."""
     ours = {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", key): w for key, w in weights.items()}
     ours = {key.replace(BEITS_TABLE, TABLE): weight for key, weight in ours.items()}
     for attn in [key.removesuffix("v_bias") for key in ours if key.endswith(".attn.v_bias")]:
@@ -92,8 +89,8 @@ def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str
     """Infer an architecture from the names and shapes of a state dict with timm's names.
 
     A model with a class token and a norm before pooling is taken to classify the class token. The
-    number of heads is used unless the norms of queries and keys tell it. Rotary positions have no
-    weights, so they are not seen.
+    number of heads is used unless the norms of queries and keys determine it. Rotary positions have
+    no weights, so they cannot be detected.
 
     Returns:
         Fields of `ModelConfig` without no_embed_class, norm_eps and act_layer.

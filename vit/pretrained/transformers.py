@@ -7,6 +7,7 @@ preprocessor_config.json. They are read without transformers.
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,9 @@ def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
             weights = {key: value for key, value in weights.items() if not key.startswith("head.")}
             notes.append(f"its classifier {why}, so it is left out")
         elif head is not None:
-            names = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
-            # Two classes of ImageNet are called crane.
-            classes = tuple(f"{x} ({n})" if names.count(x) > 1 else x for n, x in enumerate(names))
+            names = [labels.get(f"{n}", f"class {n}") for n in range(len(head))]
+            counts = Counter(names)  # two classes of ImageNet are called crane
+            classes = tuple(f"{x} ({n})" if counts[x] > 1 else x for n, x in enumerate(names))
         settings = _settings(weights, kind, about, name)
         preprocess = _preprocess(folder / "preprocessor_config.json", input_size, kind, notes)
     mean, std = preprocess.mean, preprocess.std
@@ -216,7 +217,7 @@ def _preprocess(path: Path, input_size: tuple[int, ...], kind: str, notes: list[
     channels, height, width = input_size
     usual = IMAGENET if channels == 3 and kind in OF_IMAGENET else [[0.5] * channels] * 2
     about: dict[str, Any] = {"size": {"height": height, "width": width}, "resample": 3}
-    about |= dict(zip(("image_mean", "image_std"), usual, strict=True))
+    about["image_mean"], about["image_std"] = usual
     nested = path.with_name("processor_config.json")  # with that of texts
     if path.is_file():
         about |= json.loads(path.read_text(encoding="utf-8"))

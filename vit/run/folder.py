@@ -125,7 +125,7 @@ def stored_config(run: Path) -> Config | None:
     Raises:
         ValueError: A key is not known or a value is not allowed.
     """
-    values = read_config(run)
+    values = read_run_config(run)
     return None if values is None else parse(StoredConfig, values, run / CONFIG_FILE)
 
 
@@ -135,7 +135,7 @@ def unfinished_config(config: Config) -> Config | None:
     return stored_config(run) if checkpoint_paths(run) else None
 
 
-def read_config(run: Path) -> dict[str, Any] | None:
+def read_run_config(run: Path) -> dict[str, Any] | None:
     """Read the config of a run of any version as text; None if the folder is not a run."""
     try:
         values = read_yaml(require_file(run / CONFIG_FILE).read_bytes(), CONFIG_FILE)
@@ -240,7 +240,7 @@ def check_run(
     leftovers = (".*.tmp", LOCK_FILE)  # of an interrupted start
     if not run.exists() or all(any(map(path.match, leftovers)) for path in run.iterdir()):
         return None
-    if read_config(run) is None:
+    if read_run_config(run) is None:
         files = f"files other than a run, or a run without its {CONFIG_FILE}"
         raise ValueError(f"out: {run} contains {files}; use another --out")
     written_files(run)  # raises if a link leads out of the run

@@ -17,7 +17,7 @@ class Length:
     """
 
     total_steps: int = 0  # of the whole run; 0 until they are known
-    planned_steps: int = 0  # the first such number; 0 where it has never changed
+    planned_steps: int = 0  # the first such number; 0 (early checkpoints) means total_steps
     changed_at: int = 0  # the step at which the number changed last
     changed_done: float = 0.0  # the fraction of the run that was done then
     # Parts of a run whose steps cost the same: the fraction of the run at which each ends, and the

@@ -64,7 +64,7 @@ def finish_writing(folder: Path, state: dict[str, Any], target: Path) -> None:
     sums = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     text = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
     write_atomically(folder / SUMS_FILE, text.encode())
-    delete(target)  # a run that went back to an earlier step has damaged it
+    delete(target)  # damaged, if the run went back to an earlier step
     folder.rename(target)
     sync_folder(target.parent)
 

@@ -41,7 +41,7 @@ from vit.training.state import TrainState, start_state
 from vit.training.step import TrainingStep
 from vit.training.teacher import load_teacher
 
-MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
+BATCH_NORM_FRACTION = 0.1  # of a run, over which batch norm averages its statistics, at most
 TRAINING_FRACTION = 0.97  # of a time budget; the rest is for what follows the last step
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
@@ -52,11 +52,23 @@ COMPILABLE = ("cpu", "cuda", "xpu")  # devices for which auto compiles
 CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does not name a compiler
 
 
-def build_within(
-    run: Run, training: ImageSet, held_out: ImageSet, source: Pretrained | None, plans: Plans
+def build_step(
+    run: Run,
+    training: ImageSet,
+    source: Pretrained | None = None,
+    held_out: int = 0,
+    plans: Plans | None = None,
 ) -> tuple[Run, TrainingStep]:
-    """Build the training step; a new run whose epochs reach a plan follows it, measured again."""
-    step = _measure_step(run, training, source, len(held_out))
+    """Build the training step with its schedule, and its state: new, pretrained or resumed.
+
+    A time budget allows for the validation of `held_out` images after each epoch. A new run whose
+    epochs reach a plan follows it, measured again; the run that is returned has its config.
+
+    Raises:
+        ValueError: The checkpoint is beyond the last step or does not fit, or there is no compiler.
+    """
+    begin, plans = time.perf_counter(), plans or {}
+    step = _measure_step(run, training, source, held_out, begin)
     epochs = step.schedule.total_steps / step.schedule.steps_per_epoch
     reached = [start for start in plans if start <= epochs and run.checkpoint is None]
     config = plans[max(reached)] if reached else run.config
@@ -64,30 +76,16 @@ def build_within(
     if changes:
         if run.world.main:
             say(f"budget   {epochs:.2g} epochs fit without changes, so {'; '.join(changes)}")
-        run = dataclasses.replace(run, config=config, seconds=step.state.seconds)
-        step = _measure_step(run, training, source, len(held_out))
-    return run, _finish_step(run, step, training, len(held_out))
-
-
-def build_step(
-    run: Run, training: ImageSet, source: Pretrained | None = None, held_out: int = 0
-) -> TrainingStep:
-    """Build the training step with its schedule, and its state: new, pretrained or resumed.
-
-    A time budget allows for the validation of `held_out` images after each epoch.
-
-    Raises:
-        ValueError: The checkpoint is beyond the last step or does not fit, or there is no compiler.
-    """
-    step = _measure_step(run, training, source, held_out)
-    return _finish_step(run, step, training, held_out)
+        run = dataclasses.replace(run, config=config)
+        step = _measure_step(run, training, source, held_out, begin)
+    return run, _finish_step(run, step, training, held_out, begin)
 
 
 def _measure_step(
-    run: Run, training: ImageSet, source: Pretrained | None, held_out: int
+    run: Run, training: ImageSet, source: Pretrained | None, held_out: int, begin: float
 ) -> TrainingStep:
     """Build the step, not compiled, and its state, and set the length of the run."""
-    state, begin = start_state(run, training, source), time.perf_counter() - run.seconds
+    state = start_state(run, training, source)
     step = _assemble_step(run, training, state)
     if run.world.main:
         step = dataclasses.replace(step, flop=flop_of_steps(step))
@@ -95,18 +93,19 @@ def _measure_step(
         state.length.plan(run.config.train.epochs * step.schedule.steps_per_epoch)
     elif not state.length.total_steps:
         _fit_budget(run, step, training, held_out, begin)
-    state.seconds += time.perf_counter() - begin
     return step
 
 
-def _finish_step(run: Run, step: TrainingStep, training: ImageSet, held_out: int) -> TrainingStep:
+def _finish_step(
+    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
+) -> TrainingStep:
     """Compile the step if the run is long enough, and set the length by the compiled step."""
-    state, begin = step.state, time.perf_counter() - step.state.seconds
+    state = step.state
     step = compile_step(run, step)
     if step.compiled and state.length.costs and run.checkpoint is None:
         _fit_budget(run, step, training, held_out, begin)
     total_steps = state.length.total_steps
-    state.seconds = run.world.agree(time.perf_counter() - begin)
+    state.seconds += time.perf_counter() - begin
     if state.step > total_steps:
         raise ValueError(
             f"train.epochs: {run.config.train.epochs} are {total_steps:,} steps, but the run in "
@@ -117,7 +116,7 @@ def _finish_step(run: Run, step: TrainingStep, training: ImageSet, held_out: int
     for module in state.model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
             module.momentum = max(
-                module.momentum, min(1.0, 1 / (MEMORY * state.length.first_total))
+                module.momentum, min(1.0, 1 / (BATCH_NORM_FRACTION * state.length.first_total))
             )
     return step
 
@@ -202,7 +201,9 @@ def time_phases(
     A phase takes at most about `seconds`, or two steps, of which the second is timed.
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
-    if isinstance(training.images, ImageFiles):  # not the batch that each worker has in advance
+    if isinstance(
+        training.images, ImageFiles
+    ):  # skip the batch that each worker prepares in advance
         ahead = step.world.agree(training.images.num_workers)
         warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
     schedule = dataclasses.replace(step.schedule, length=Length(TRIAL_LENGTH))

@@ -18,13 +18,13 @@ def flop_of_steps(step: TrainingStep) -> dict[tuple[int, int], float]:
     These are the products and convolutions of the forward pass, twice as many of the backward pass,
     and those of a teacher, as torch's FLOP counter counts them. What is computed again to save
     memory does not count, nor what the optimizer computes. Empty for a model that the counter does
-    not understand, such as one with attention of the user.
+    not understand, such as one with a user's attention.
     """
     schedule, flop = step.schedule, {}
     for size in {phase.image_size for phase in schedule.phases()}:
         try:
             flop[size] = schedule.batch_size * _flop_of_image(step, size)
-        except Exception:  # of any kind, from the code of others
+        except Exception:  # other people's code may raise any type
             return {}
     return flop
 

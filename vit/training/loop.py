@@ -49,7 +49,7 @@ class Loop:
     draw: Callable[[tuple[int, int], int, int], Tensor]  # draws an epoch, as `epoch_batches` does
     log_every: int  # steps between two points of the training curves
     max_skipped: int  # consecutive skipped steps after which the run gives up
-    deadline: float | None = None  # seconds of training by which to end; None means at any time
+    deadline: float | None = None  # seconds of training by which to end; None without a budget
     _since: float = 0.0  # time up to which state.seconds has counted
     # Step and seconds at which the length of the run was chosen last. A resumed run compiles first,
     # so its next tenth says nothing.

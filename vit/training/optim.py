@@ -40,7 +40,8 @@ def build_optimizers(
     """
     spec, layer_decay = OPTIMIZERS[settings.name], settings.layer_decay
     scales = {} if layer_decay is None else _lr_scales(model, layer_decay)
-    exempt = {"cls_token", "reg_token", "pos_embed"} | getattr(model, "no_weight_decay", set)()
+    no_decay = getattr(model, "no_weight_decay", tuple)  # timm's return sets, lists or dicts
+    exempt = {"cls_token", "reg_token", "pos_embed"} | set(no_decay())
     matrices: dict[float, list[nn.Parameter]] = defaultdict(list)  # of Muon, by scale
     numbers: dict[nn.Parameter, int] = {}
     others: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)  # by scale and decay
@@ -60,10 +61,11 @@ def build_optimizers(
             numbers[parameter] = 3 if is_fused and len(parameter) % 3 == 0 else 1
         else:
             others[scale, True].append(parameter)
-    groups: list[dict[str, Any]] = []
-    for scale, decays in sorted(others, reverse=True):
-        decay, peak = settings.weight_decay if decays else 0.0, scale * settings.lr
-        groups.append({"params": others[scale, decays], "weight_decay": decay, "initial_lr": peak})
+    groups: list[dict[str, Any]] = [
+        {"params": others[scale, decays], "initial_lr": scale * settings.lr,
+         "weight_decay": settings.weight_decay if decays else 0.0}
+        for scale, decays in sorted(others, reverse=True)
+    ]  # fmt: skip
     make = getattr(torch.optim, spec.name)
     optimizers: list[Optimizer] = [make(groups, lr=settings.lr, **spec.arguments)]
     if matrices:

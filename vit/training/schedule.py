@@ -68,11 +68,11 @@ class Schedule:
 
     def phases(self) -> list[Phase]:
         """List the phases of the run in order: they differ in image size or mixing."""
-        phases = []
-        for begin, end in pairwise(sorted({0.0, self.small_fraction, self.mix_fraction, 1.0})):
-            start = math.ceil(begin * self.total_steps)
-            phases.append(Phase(start, end - begin, self.size_at(begin)))
-        return phases
+        edges = pairwise(sorted({0.0, self.small_fraction, self.mix_fraction, 1.0}))
+        return [
+            Phase(math.ceil(begin * self.total_steps), end - begin, self.size_at(begin))
+            for begin, end in edges
+        ]
 
 
 def scaled_size(size: tuple[int, int], scale: float, patch_size: int) -> tuple[int, int]:

@@ -64,7 +64,6 @@ class Run:
     world: World = World()  # noqa: RUF009
     stop: StopRequest = field(default_factory=StopRequest)
     checkpoint: Checkpoint | None = None  # the state to resume from
-    seconds: float = 0.0  # that have passed of a time budget
 
     def starting_from(self, checkpoint: Checkpoint | None, source: Pretrained | None) -> "Run":
         """Begin with a checkpoint or pretrained weights, whose images were normalized alike."""
@@ -100,7 +99,7 @@ def start_run(
     """
     check_config(config)
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
     if config.deterministic or torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # imports torch's compiler
     device = choose_device(config.train.device)
@@ -116,8 +115,8 @@ def start_run(
     ):
         run = Run(config, preprocess, device, precision, world, stop)
         stack.enter_context(explained(run, overwrite))
-        with run.world.main_first():
-            check_processes(run.config, world.size)
+        with world.main_first():
+            check_processes(config, world.size)
             if world.main:
                 stack.enter_context(lock_run(run.folder))
                 checkpoint = check_run(run.config, overwrite, run.environment(), allow_changes)

@@ -148,6 +148,17 @@ class TrainState:
         return True
 
 
+def _load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load weights, of which a new head has none."""
+    try:
+        model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # such as a table of the user's attention for another grid
+        raise ValueError(
+            "model.pretrained: the weights do not fit a model for these images: "
+            f"{shorten(error, 200)}; use images of the size that it was trained on"
+        ) from None
+
+
 def build_state(
     run: Run, classes: int, sample: Tensor | None = None, weights: dict[str, Tensor] | None = None
 ) -> TrainState:
@@ -162,8 +173,8 @@ def build_state(
         first = image_conv(model, run.preprocess.channels)
         assert first is not None, "vit.training.start refuses it"
         whiten(first, run.preprocess.normalize(sample))
-    if weights is not None:  # a new head has none
-        model.load_state_dict(weights, strict=False)
+    if weights is not None:
+        _load_pretrained(model, weights)
     frozen = config.train.freeze == "backbone"
     if frozen:
         model.requires_grad_(False)
@@ -202,11 +213,8 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
         weights, account = source.adapted(training.classes)
         if run.world.main:
             say(account)
-        shared = {*(source.classes or ())} & {*training.classes}
-        if source.config is not None and shared:
-            warn_of_seen_images(
-                "model.pretrained", source.name, source.config, source.fingerprint, config, training
-            )
+        if {*(source.classes or ())} & {*training.classes}:
+            warn_of_seen_images("model.pretrained", source.name, source, config, training)
     elif config.train.whiten and checkpoint is None:  # pretrained weights bring their own kernels
         first = torch.arange(min(WHITENING_IMAGES, len(training)))
         sample = training.select(first).pixels().cpu()

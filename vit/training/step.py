@@ -86,8 +86,7 @@ class TrainingStep:
             targets (B, C), probabilities.
         """
         step, device = self.state.step, images.device
-        classes = torch.arange(len(self.classes), device=device)
-        targets = (labels[:, None] == classes).float()
+        targets = F.one_hot(labels, len(self.classes)).float()
         if self.features is not None:
             return images, targets
         count, first = len(images), self.world.rank * len(images)

@@ -8,7 +8,8 @@ from vit.classifier import Classifier
 from vit.config import Config
 from vit.console import shorten, sides, warn
 from vit.data.images import ImageSet
-from vit.model_file import weights_digest
+from vit.model_file import SavedModel, weights_digest
+from vit.pretrained.adapt import Pretrained
 from vit.pretrained.load import load
 from vit.training.schedule import Schedule
 from vit.training.start import Run, problem_with
@@ -49,8 +50,7 @@ def load_teacher(run: Run, training: ImageSet, schedule: Schedule) -> Teacher | 
             raise ValueError(f"{name} has changed since the run began; restore it")
     except ValueError as error:
         raise ValueError(f"optim.teacher: {error}") from None
-    seen = saved.config, saved.fingerprint
-    warn_of_seen_images("optim.teacher", name, *seen, run.config, training)
+    warn_of_seen_images("optim.teacher", name, saved, run.config, training)
     model = saved.model.to(run.device)
     teacher = replace(saved, model=model, device=run.device, precision=run.precision)
     return Teacher(teacher, run.config.optim.teacher_share, saved.with_progress(name), digest)
@@ -80,14 +80,14 @@ def _check(teacher: Classifier, run: Run, classes: tuple[str, ...], size: tuple[
 
 
 def warn_of_seen_images(
-    key: str, name: str, other: Config, files: str, own: Config, training: ImageSet
+    key: str, name: str, source: SavedModel | Pretrained, own: Config, training: ImageSet
 ) -> None:
-    """Warn if the trained model of a key may have learned from images that a run holds out.
-
-    It was trained with the config `other`, on the user's files with the fingerprint `files`, if
-    any; the run has the config `own`.
-    """
-    files_differ = other.data.name == own.data.name and files not in ("", training.fingerprint)
+    """Warn if the trained model of a key may have learned from images that a run holds out."""
+    other = source.config
+    if other is None:  # another project trained it
+        return
+    same_files = source.fingerprint in ("", training.fingerprint)
+    files_differ = other.data.name == own.data.name and not same_files
     if files_differ or may_have_seen(other, own):
         split = "another data.val_size, data.test_fraction or train.seed"
         warn(
