@@ -90,7 +90,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         *("can't allocate memory", "not enough memory", "out of memory", "bad allocation"),
         *("STATUS_ALLOC_FAILED", "ALLOCATION_FAILED"),  # of cuBLAS and cuDNN
     )
-    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
 
 
 def shorten(value: object, length: int = 60) -> str:

@@ -311,6 +311,8 @@ def test_an_attention_that_cannot_be_loaded_is_refused(name, message, tmp_path, 
 
 
 MISTAKES = {
+    "shapes .1, 1, 12. and .1, 3, 5, 5.": "return (weights @ value)[:, :, :1], weights",
+    "mat1 and mat2 shapes": "return (weights @ value).mT, weights",
     "Wrong shape: expected 4 dims": "return (weights @ value).flatten(2), weights",
     "RuntimeError: mat.*|RuntimeError: Exp.*": "return (query @ key) @ value, weights",
     "not enough values to unpack": "return weights @ value",

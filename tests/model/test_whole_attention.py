@@ -287,10 +287,22 @@ class ByHandMasked(ByHand):
         return output, weights if mask is None else weights * mask.view(len(x), 1, N, N)
 
 
-def test_without_a_softmax_the_module_gets_the_mask() -> None:
+class ByHandMaskedTable(ByHandMasked):
+    """For a fixed number of tokens, so it cannot be tried with another."""
+
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__(d_model, nhead)
+        self.table = nn.Parameter(torch.zeros(N, 1))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(x + self.table, mask)
+
+
+@pytest.mark.parametrize("module", [ByHandMasked, ByHandMaskedTable])
+def test_without_a_softmax_the_module_gets_the_mask(module: type) -> None:
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     keep[0, :, 3:6] = False
-    weights = WholeAttention(ByHandMasked, D, 3, GRID, 1)(tokens(), keep, need_weights=True)[1]
+    weights = WholeAttention(module, D, 3, GRID, 1)(tokens(), keep, need_weights=True)[1]
     assert not weights[0, :, :, 3:6].any() and weights[1].all()
 
 
@@ -725,6 +737,16 @@ class Added(OwnMask):
         return scores + mask
 
 
+class AddedCausal(Added):
+    """As in GPT-2: the first rows can attend to hidden keys only."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        q, k, v = self.split(x)
+        scores = (q @ k.mT).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -1e9)
+        weights = (scores if mask is None else self.hide(scores, mask)).softmax(dim=-1)
+        return self.merge(weights @ v), weights
+
+
 MASKED = (
     Configured,
     Dictionary,
@@ -740,6 +762,7 @@ MASKED = (
 
 @pytest.mark.parametrize(("module", "result", "words"), [
     (TrueHides, "remark", "is inverted"), (OfKeys, "passed", ""), (Added, "passed", ""),
+    (AddedCausal, "passed", ""),
 ])  # fmt: skip
 def test_the_doctor_tries_the_modules_own_mask(module: type, result: str, words: str) -> None:
     rows = {row.property: row for row in check(module, with_cost=False)}

@@ -258,7 +258,9 @@ def test_a_model_that_the_page_cannot_run_says_why_and_ends_nothing(
         "training with --track.live_mb 3 stores all"
     )
     four = Preprocess((32, 32), (0.5,) * 4, (0.25,) * 4)
-    assert why(replace(plain, preprocess=four)).startswith("its shape: channels: 4 is not allowed")
+    assert why(replace(plain, preprocess=four)).startswith(
+        "its settings: channels: 4 is not allowed"
+    )
     monkeypatch.setattr("vit.tensorboard_plugin.records.MAX_WEIGHTS", 100)
     assert why(plain).endswith("attention weights are more than 100")
     convolutions = timm.create_model("test_resnet", num_classes=5)

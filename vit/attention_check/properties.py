@@ -195,17 +195,18 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     for image in range(B):
         keep[image, 0, image : image + 3] = False
-    attend, mask = _masking(subject, tokens, keep)
+    # Rows that attend to hidden keys only, as those of causal attention may, have no right result.
+    usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
+    attend, mask = _masking(subject, tokens, keep, usual)
     whole = attend is not subject
     try:
         masked = Watch.run(attend, tokens, mask)
     except Exception as error:  # the user's code may raise anything
-        advice = f"fails with a boolean mask, {[B, 1, N, N]}, {[B, N, N]} or {[B, N]}: "
+        shapes = f"{[B, 1, N, N]}, {[B, N, N]} or {[B, N]}" if whole else f"{[B, 1, N, N]}"
+        advice = f"fails with a boolean mask, {shapes}: "
         advice += f"{type(error).__name__}: {shorten(error, 200)}"
         return Row("mask", "remark" if whole else "failed", "", advice)
     weights = masked.weights
-    # Rows that attend to hidden keys only, as those of causal attention may, have no right result.
-    usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
     hidden, shown = ((weights * (m[:, None] & usual)).abs() for m in (~keep, keep))
     by_image = hidden.amax(dim=(1, 2, 3))
     sums = (weights - seen.weights).sum(dim=-1, keepdim=True)
@@ -233,12 +234,13 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     return judge("mask", is_wrong, advice, "hidden keys get no weight", is_choice=True)
 
 
-def _masking(subject: Subject, tokens: Tensor, keep: Tensor) -> tuple[Any, Tensor]:
+def _masking(subject: Subject, tokens: Tensor, keep: Tensor, usual: Tensor) -> tuple[Any, Tensor]:
     """Return a function that attends with a mask, and the mask in a form that it takes.
 
-    A model applies masks to the softmax of a whole module, but here the module's own code is tried.
+    A model applies masks to the softmax of a whole module, but here the module's own code is tried,
+    on the rows that are `usual`.
     """
-    if not isinstance(subject, WholeAttention) or subject.mask_name is None:
+    if not isinstance(subject, WholeAttention) or not (subject.has_softmax and subject.mask_name):
         return subject, keep
 
     def attend(x: Tensor, mask: Tensor, need_weights: bool) -> tuple[Tensor, Tensor]:
@@ -251,7 +253,7 @@ def _masking(subject: Subject, tokens: Tensor, keep: Tensor) -> tuple[Any, Tenso
         with contextlib.suppress(Exception):  # the user's code may raise anything
             weights = Watch.run(attend, tokens, mask).weights
             taken.append(mask)
-            if not (weights.abs() > HIDDEN)[~pairs[:, None].expand_as(weights)].any():
+            if (weights * usual).abs()[~pairs[:, None].expand_as(weights)].max() <= HIDDEN:
                 return attend, mask
     return attend, taken[0] if taken else pairs
 

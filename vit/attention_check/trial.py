@@ -1,7 +1,4 @@
-"""One trial of an attention before training, on random tokens: does a model work with it?
-
-Shapes: N tokens, H heads, d head width.
-"""
+"""A trial of an attention before training, on random tokens: does a model work with it?"""
 
 import inspect
 import linecache
@@ -59,8 +56,8 @@ def check_attention(
             grid=built_for, num_prefix_tokens=prefix,
         )  # fmt: skip
         output, weights = module(first, need_weights=True, grid=grid)
-        if weights.shape != (1, heads, tokens, tokens):
-            raise ValueError(f"weights of shape {[*weights.shape]}")
+        if (output.shape, weights.shape) != (first.shape, (1, heads, tokens, tokens)):
+            raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
         if not (output.isfinite().all() and weights.isfinite().all()):
             raise ValueError("numbers that are not finite")
         _check_graph(module, first, output, weights)
@@ -88,13 +85,14 @@ def check_attention(
 
 def _check_graph(module: Any, tokens: Tensor, output: Tensor, weights: Tensor) -> None:
     """Check that an output depends on its tokens, on the weights beside it, and on a bias."""
-    made_of = {"its tokens": tokens, "the weights beside it": weights}
-    bias = getattr(getattr(module, "rel_pos", None), "relative_position_bias_table", None)
-    if bias is not None:
-        made_of["its float mask, the bias of model.rel_pos, which must be added to the scores"] = (
-            bias
-        )
-    learns = {what: x for what, x in made_of.items() if x.requires_grad}  # weights may be constant
+    made_of = {
+        "its tokens": tokens,
+        "the weights beside it": weights,  # constant in uniform attention
+        "its float mask, the bias of model.rel_pos, which must be added to the scores": getattr(
+            getattr(module, "rel_pos", None), "relative_position_bias_table", None
+        ),
+    }
+    learns = {what: x for what, x in made_of.items() if x is not None and x.requires_grad}
     gradients = torch.autograd.grad(output.sum(), [*learns.values()], allow_unused=True)
     for what, gradient in zip(learns, gradients, strict=True):
         if gradient is None:
@@ -133,7 +131,7 @@ def _check_whole(module: WholeAttention, first: Tensor, second: Tensor, grid: Gr
 
 
 def place_of(error: Exception, variant: Any) -> str:
-    """Return where in a user's file an error occurred, and which skipped definition it misses."""
+    """Return where in a user's file an error occurred, and the skipped definition that it needs."""
     code: Any = inspect.unwrap(getattr(variant, "forward", variant)).__code__
     frames = traceback.extract_tb(error.__traceback__)[1:]
     inside = [frame.lineno for frame in frames if frame.filename == code.co_filename]

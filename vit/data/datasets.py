@@ -183,7 +183,7 @@ def _note_first(images: ImageSet) -> None:
         deep, largest = photo.mode.startswith("I"), int(np.asarray(photo).max())
         if 255 < largest < 2**14 if deep else photo.mode == "RGB" and largest < 64:
             values = f"with values up to {largest:,} of {DEEPEST if deep else 255:,}"
-            hint = "scale images of 10 to 14 bits to 16 bits"
+            hint = "if it has 10 to 14 bits, scale images to 16 bits"
             note(f"{images.name(0)} is nearly black, {values}; {hint}")
 
 

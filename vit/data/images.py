@@ -96,8 +96,8 @@ class ImageSet:
         if self.images.shape[2:] != size and need > free_memory() / local_processes():
             raise ValueError(
                 f"data.image_size: {len(self):,} images of {sides(size)} pixels take "
-                f"{need / 1e9:.1f} GB in each process, more than is free; use a smaller size or "
-                "data.train_size, or image files, which are decoded when they are needed"
+                f"{need / 1e9:.1f} GB for each process, more than is free; use a smaller size, "
+                "fewer images or processes, or image files, which are decoded when needed"
             )
         images = preprocess.resize_all(self.images)
         masks = None if self.masks is None else preprocess.resize_masks(self.masks)

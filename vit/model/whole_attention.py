@@ -211,7 +211,8 @@ class WholeAttention(nn.Module):
         several = read is not None and read.surplus  # for a head, which therefore cannot be muted
         count = "several softmaxes for each head" if several else "no softmax over the tokens"
         self.problem = f"{name} computes {count}"  # if `has_softmax` is False
-        self.has_softmax = not several and (other is None or other.weights is not None)
+        reads = all(one is None or one.weights is not None for one in (other, read))
+        self.has_softmax = reads and not several
         self.softmaxes = 0 if read is None else read.softmaxes
 
     def forward(
@@ -236,10 +237,10 @@ class WholeAttention(nn.Module):
             )
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
-        if allowed is None or self.has_softmax:
-            output, weights = self.attend(x, None, allowed, grid)
-        else:
-            output, weights = self.attend(x, allowed.expand(len(x), -1, *size[2:]), grid=grid)
+        own = None  # the module's own mask, where there is no softmax to apply it to
+        if allowed is not None and not self.has_softmax:
+            own, allowed = allowed.expand(len(x), -1, *size[2:]), None
+        output, weights = self.attend(x, own, allowed, grid)
         return (output, weights) if need_weights else output
 
     def attend(

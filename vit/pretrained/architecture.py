@@ -42,11 +42,13 @@ BIAS_TABLE = f"blocks.{{}}{TABLE}"
 
 @contextlib.contextmanager
 def understood(name: str) -> Iterator[None]:
-    """Report errors in anybody's weights in one line that names the weights."""
+    """Report any error in reading weights in one line with their name."""
     try:
         yield
-    except Exception as error:  # of many kinds
-        if str(error).startswith("model.") or is_out_of_memory(error):  # our own messages
+    except OSError:  # it names the file
+        raise
+    except Exception as error:  # of many kinds, some of them our own messages
+        if str(error).startswith("model.") or is_out_of_memory(error):
             raise
         raise ValueError(f"model.pretrained: {name} is incomplete or damaged: {error!r}") from None
 

@@ -181,7 +181,7 @@ def _spec(classifier: Classifier) -> LiveSpec:
         "prefix": model.num_prefix_tokens, "layers": layers, "heads": heads,
         "classes": list(classifier.classes), "floats": floats,
     }  # fmt: skip
-    spec: LiveSpec = parse(LiveSpec, values, "its shape")
+    spec: LiveSpec = parse(LiveSpec, values, "its settings")
     return spec
 
 

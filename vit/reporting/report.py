@@ -45,9 +45,9 @@ def write_report(
     """Evaluate a classifier after training `step` steps; write report, predictions and figures.
 
     An earlier report is replaced, except for its optional parts if they are of the same model and
-    images. With a coverage, perhaps from the earlier report, there are sets, see
-    `Calibration.sets`. `source` has data and root of the images, and whether they are the run's;
-    `training` says what training took.
+    images, and for what training took if the model is the same. With a coverage, perhaps from the
+    earlier report, there are sets, see `Calibration.sets`. `source` has data and root of the
+    images, and whether they are the run's; `training` says what training took.
 
     Returns:
         The report and `intervals`, see `vit.evaluation`, with the most confident mistakes,

@@ -194,7 +194,7 @@ def _read_file(path: Path) -> dict[Any, Any]:
     try:
         if is_sealed(data):  # the digest that follows is not read
             state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a foreign pickle raises many types of errors
+    except Exception as error:  # a sealed file of something else raises many types of errors
         if is_out_of_memory(error):
             raise
     if not isinstance(state, dict):

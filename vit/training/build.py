@@ -201,9 +201,8 @@ def time_phases(
     A phase takes at most about `seconds`, or two steps, of which the second is timed.
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
-    if isinstance(
-        training.images, ImageFiles
-    ):  # skip the batch that each worker prepares in advance
+    # Skip the batch that each worker prepares in advance.
+    if isinstance(training.images, ImageFiles):
         ahead = step.world.agree(training.images.num_workers)
         warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
     schedule = dataclasses.replace(step.schedule, length=Length(TRIAL_LENGTH))

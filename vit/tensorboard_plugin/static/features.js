@@ -3,8 +3,9 @@
 // Shapes: L layers, P patches, D token width, K numbers of a patch. See vit/explain/features.py.
 
 import { fetchFeatures, fetchRecord } from "./api.js";
+import { pack } from "./colours.js";
 import { button, make, shortName, write } from "./dom.js";
-import { MEAN, range, readCodes } from "./maths.js";
+import { MEAN, meanOf, range, readCodes } from "./maths.js";
 import { MARK, Raster, fitPicture, outline, patchBox, pointing } from "./raster.js";
 
 const SPREAD = 2.5; // standard deviations at the ends of a colour
@@ -229,9 +230,10 @@ export class FeaturesView {
       mark(picture);
       maps.forEach((map, layer) => {
         const values = index > 0 && similarities[index - 1]?.[layer];
+        const pixel = (colour) => (index > 0 ? 0 : pack(...colour));
         const colours = values
           ? scale.pixelsOf(values)
-          : Uint32Array.from(features.colours(layer), index > 0 ? () => 0 : (colour) => pack(...colour));
+          : Uint32Array.from(features.colours(layer), pixel);
         map.context.clearRect(...box);
         map.paint([{ colours, box }], record.columns);
         mark(map);

@@ -81,7 +81,7 @@ function widen(weights, dtype, count) {
   const size = dtype === "float16" ? 2 : 4;
   if (weights.byteLength !== count * size)
     throw new Error(`its weights are ${weights.byteLength} bytes, not ${count * size}`);
-  return size === 4 ? new Float32Array(weights) : Float32Array.from(new Float16Array(weights));
+  return new Float32Array(size === 4 ? weights : new Float16Array(weights));
 }
 
 /** Return an output of the graph, checked. */
