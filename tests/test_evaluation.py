@@ -274,6 +274,7 @@ def test_table_has_a_row_for_each_class_and_aligned_columns() -> None:
 
 def test_a_single_value_has_no_interval() -> None:
     assert average("size", torch.tensor([2.0])) == {"size": 2.0, "size_95": None}
+    assert average("size", torch.ones(3)) == {"size": 1.0, "size_95": (1.0, 1.0)}
 
 
 @pytest.mark.parametrize("digits", [8, 1, 0])  # with fewer digits, scores are equal more often

@@ -44,10 +44,8 @@ SPLIT = ".view(B, N, self.num_heads, self.d).transpose(1, 2)"
 MASK = "if mask is not None:\n            scores = scores.masked_fill(mask == 0, -1e9)"
 # What is changed, the row that must say so, and words of its sentence.
 FAULTS: dict[str, tuple[str, str, str, str]] = {
-    "softmax over queries": ("dim=-1)", "dim=-2)", "rows of weights", "over the queries"),
     "softmax over heads": ("dim=-1)", "dim=1)", "rows of weights", "over the heads"),
     "softmax over the batch": ("dim=-1)", "dim=0)", "rows of weights", "over the batch"),
-    "no scale": (" / math.sqrt(self.d)", "", "scores are divided", "divides by √32"),
     "scale of the width": ("math.sqrt(self.d)", "math.sqrt(D)", "scores are divided", "√32"),
     "view alone": (SPLIT, ".view(B, self.num_heads, N, self.d)", "permuting", "a view alone"),
     "merged without transpose": (
@@ -70,7 +68,12 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "        heads = weights @ v", "weights are from before dropout", "after dropout",
     ),
     "residual": ("return self.out(", "return x + self.out(", "output has no residual", "again"),
-    "shared projection": ("k = self.k(x)", "k = self.q(x)", "all weights", "k.bias get no"),
+    "normalized": (
+        "self.out(heads.transpose(1, 2).reshape(B, N, D)), weights",
+        "F.layer_norm(self.out(heads.transpose(1, 2).reshape(B, N, D)), (D,)), weights",
+        "output has no residual", "is normalized",
+    ),
+    "shared projection": ("k = self.k(x)", "k = self.q(x)", "queries and keys have", "symmetric"),
     "detached": ("v = self.v(x)", "v = self.v(x).detach()", "all weights", "v.bias get no"),
     "one head for all": (
         "scores = q @ k", "q = q.mean(dim=1, keepdim=True).expand_as(q)\n        scores = q @ k",
@@ -97,7 +100,6 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     "rows that hide all": (
         "scores = q @ k", "q = q * math.nan\n        scores = q @ k", "evaluation is", "NaN"
     ),
-    "positions": (MASK, "scores = scores + torch.arange(N)", "permuting", "place of a token"),
     "two softmaxes": (
         "torch.softmax(scores, dim=-1)", "torch.softmax(torch.softmax(scores, dim=-1), dim=-1)",
         "rows of weights", "2 softmaxes",

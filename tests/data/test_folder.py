@@ -109,17 +109,6 @@ def test_a_fraction_of_each_class_is_for_testing(classes_only, capsys, fraction,
     assert capsys.readouterr() == ("", ignored)  # once
 
 
-def test_validation_images_are_for_testing_only_where_no_others_are(root):
-    expected = read(root, train=False).origins
-    shutil.copytree(root / "test", root / "val")
-    assert read(root, train=False).origins == expected
-    shutil.rmtree(root / "test")
-    found = read(root, train=False).origins
-    assert found == tuple(path.replace("/test/", "/val/") for path in expected)
-    shutil.rmtree(root / "train")  # test images alone can be evaluated
-    assert read(root, train=False).origins == found
-
-
 def test_links_lead_to_other_disks_but_not_in_circles_or_into_other_classes(root, tmp_path):
     expected = [(read(root, part).origins, read(root, part).labels.tolist()) for part in (0, 1)]
     disk = tmp_path / "disk"

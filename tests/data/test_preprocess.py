@@ -140,14 +140,6 @@ def test_sets_of_images_are_resized_like_photos_and_stored_a_seventh_larger() ->
     assert (stored.image_size, stored.fit, stored.mean) == ((256, 512), "pad", CIFAR10.mean)
 
 
-def test_normalize_is_the_formula_per_channel() -> None:
-    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
-    mean, std = (np.array(v)[:, None, None] for v in (CIFAR10.mean, CIFAR10.std))
-    result = CIFAR10.normalize(images)
-    assert result.dtype == torch.float32
-    np.testing.assert_allclose(result.numpy(), (images.numpy() / 255.0 - mean) / std, atol=2e-6)
-
-
 # Image files as people see them.
 
 

@@ -110,13 +110,6 @@ def test_split_of_a_run_is_a_table_with_the_same_test_images(tmp_path):
         assert {*part.images.paths} == {*before.images.paths}
 
 
-def test_without_a_split_a_fraction_of_each_class_is_for_testing(folder):
-    file = write(folder, "path,label", *rows("aabbb" * 4))
-    training, test = read(file), read(file, train=False)
-    assert sorted(numbers(training) + numbers(test)) == list(range(20))
-    assert test.labels.bincount().tolist() == [2, 2]
-
-
 WRONG = [
     (["images/0.png,a", "images/1.png,b"], "has the columns images/0.png, a"),
     (["path,label"], "has 0 classes (); a classifier needs at least two"),

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,16 +25,6 @@ from vit.distributed.world import (
 
 CPU = torch.device("cpu")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def test_one_process_is_alone() -> None:
-    with join_world(CPU, timeout_minutes=1) as world:
-        assert world == World(0, 1) and world.main and world.agree("this") == "this"
-        values = torch.tensor([1.0, 2.0])
-        world.average([values])
-        assert world.largest(values).tolist() == [1.0, 2.0]
-        with world.main_first():
-            pass
 
 
 class Recorded(World):
@@ -64,13 +53,6 @@ def test_others_hear_that_the_main_process_is_done_or_has_failed() -> None:
             entered.append(1)
         assert ended.value.code == 2 and entered == [0, 1]
     assert len(Recorded.said) == 3
-
-
-def test_parts_of_a_batch_are_equal_and_together_the_batch() -> None:
-    batch = torch.arange(12)
-    parts = [World(rank, 3).part(batch) for rank in range(3)]
-    assert {len(part) for part in parts} == {4}
-    assert torch.equal(torch.cat(parts), batch)
 
 
 def test_average_is_the_sum_over_processes_divided_by_their_number(
@@ -245,15 +227,6 @@ def test_a_second_ctrl_c_is_what_it_was_before_a_run() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
     signal.signal(signal.SIGINT, before)
-
-
-def test_a_thread_that_gets_no_signals_can_train() -> None:
-    def train() -> int:
-        with stop_on_signals() as stop, stop.deferred():
-            return stop.signal
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(train).result() == 0
 
 
 def test_a_second_run_in_a_process_does_not_meet_the_first(

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.ndimage import gaussian_filter
-from scipy.stats import t
 from timm.models import vision_transformer as vits
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval
@@ -25,7 +24,6 @@ from models import PLAIN, draw, randomize
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
 from vit.explain.maps import attention_maps, layout_of
 from vit.explain.rollout import attention_rollout
-from vit.intervals import mean_interval
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
 from vit.reporting.faithfulness import baselines, faithfulness, hiding_curves, pointing_game
@@ -350,16 +348,6 @@ def test_pointing_game_by_hand():
         ([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], 1 / 2),
     ):
         assert pointing_game(torch.tensor([one_map]), mask).item() == pytest.approx(expected)
-
-
-def test_mean_interval_by_hand():
-    # The variance of 1, 2, 3, 4 is 5/3 over three degrees of freedom; the root of four is 2.
-    mean, half_width = mean_interval(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert mean == 2.5
-    assert half_width == pytest.approx(t.ppf(0.975, 3) * math.sqrt(5 / 3) / 2, abs=1e-5)
-    assert mean_interval(torch.ones(3)) == (1, 0)
-    mean, half_width = mean_interval(torch.tensor([0.25]))
-    assert mean == 0.25 and math.isnan(half_width)  # of one image, it is not known
 
 
 class Scaled(nn.Module):

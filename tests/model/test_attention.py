@@ -121,26 +121,6 @@ def test_scores_may_be_as_large_as_float16_can_hold(query, key, mask, dtype):
     assert output.item() == 2
 
 
-def test_dropout_scales_what_it_keeps_and_returns_the_weights_before_it():
-    torch.manual_seed(0)
-    query, key, _ = draw_qkv()
-    draws = 5000
-    query = query.expand(draws, QUERIES, WIDTH)
-
-    # With the identity as value the output is the weights after dropout.
-    identity, dropout = torch.eye(KEYS).double(), nn.Dropout(0.25)
-    kept, weights = scaled_dot_product_attention(query, key, identity, dropout=dropout)
-
-    _, expected = scaled_dot_product_attention(query, key, torch.eye(KEYS).double())
-    assert_close(weights, expected, rtol=0, atol=1e-12)
-    dropped = kept == 0
-    assert_close(kept[~dropped], (expected / 0.75)[~dropped], rtol=0, atol=1e-12)
-    five_deviations = 5 * (0.25 * 0.75 / draws) ** 0.5  # of the share of draws
-    share = torch.full((QUERIES, KEYS), 0.25).double()
-    assert_close(dropped.double().mean(0), share, rtol=0, atol=five_deviations)
-    assert_close(kept.mean(0), expected[0], rtol=five_deviations / 0.75, atol=0)
-
-
 # --- masks ---
 
 

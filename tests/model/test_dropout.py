@@ -149,23 +149,6 @@ def test_without_keys_or_in_evaluation_or_at_rate_0_it_is_torchs(kind: type[Drop
 # The model.
 
 
-@pytest.mark.parametrize("rate", RATES)
-def test_parts_of_a_batch_give_parts_of_its_logits(rate: str) -> None:
-    model = build(class_token=True, **{rate: 0.4})
-    images, keys = draw_images(12), image_keys(3, 0, 12)
-    whole, gradient = run(model, images, keys)
-    assert (whole - model.eval()(images)).abs().max() > 1e-3
-    model.train()
-    total = torch.zeros_like(gradient)
-    for part in (slice(0, 4), slice(4, 6), slice(6, 12)):
-        logits, partial = run(model, images[part], image_keys(3, part.start, len(images[part])))
-        assert_close(logits, whole[part], rtol=0, atol=1e-10)
-        total += partial
-    assert_close(total, gradient, rtol=1e-8, atol=1e-8)
-    other, _ = run(model, images, image_keys(4, 0, 12))
-    assert (other - whole).abs().max() > 1e-3
-
-
 def test_recomputed_activations_are_dropped_alike() -> None:
     model, images, keys = build(**dict.fromkeys(RATES, 0.3)), draw_images(6), image_keys(0, 0, 6)
     logits, gradient = run(model, images, keys)

@@ -100,7 +100,8 @@ def test_positions_compose(kind: str, attention: str) -> None:
     size = weights.shape[-1]
     keep = torch.ones(B, 1, size, dtype=torch.bool)
     keep[:, :, 5] = False
-    masked = model(images, keep, need_weights=True)[1]
+    masked_logits, masked = model(images, keep, need_weights=True)
+    assert_close(model(images, keep), masked_logits, rtol=1e-4, atol=1e-5)
     assert masked[..., 5].abs().max() == 0 and (masked - weights).abs().max() > 1e-4
     logits.sum().backward()
     unused = [

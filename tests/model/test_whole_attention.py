@@ -457,16 +457,6 @@ class Extra(Torchs):
         )
 
 
-class SelfAttention(Torchs):
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-        return super().forward(x, x, x)
-
-
-def test_a_module_that_extends_torchs_has_its_weights() -> None:
-    placed = WholeAttention(SelfAttention, D, 3, GRID, 1).eval()
-    assert placed(tokens(), need_weights=True)[1].shape == (B, 3, N, N)
-
-
 @pytest.mark.parametrize(
     "setting", [{"qk_norm": True}, {"qkv_bias": False}, {"attn_drop_rate": 0.1}, {"head_dim": 7}]
 )
