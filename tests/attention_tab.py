@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -204,32 +203,17 @@ def fetch(address: str, **request: Any) -> Response:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, metadata: Path, *flags: str) -> Iterator[str]:
+def serve(folder: Path, *flags: str) -> Iterator[str]:
     """Start TensorBoard on a folder; yield its address.
 
-    The checkout under test need not be installed: TensorBoard finds the tab through metadata that
-    is written here from pyproject.toml, and that hides those of an installation.
-
-    Args:
-        folder: The log directory.
-        metadata: An empty folder outside of it.
-        flags: More flags of TensorBoard.
+    It finds the tab through the entry point of the installed package.
     """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = metadata / f"{project['name'].replace('-', '_')}-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
-    lines = [
-        f"{name} = {place}"
-        for name, place in project["entry-points"]["tensorboard_plugins"].items()
-    ]
-    (info / "entry_points.txt").write_text("\n".join(["[tensorboard_plugins]", *lines, ""]))
     server = subprocess.Popen(
         [
             sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", "0",
             "--reload_interval", "1", *flags,
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(metadata)])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert server.stderr is not None

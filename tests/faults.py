@@ -8,7 +8,6 @@ fault, or replace it by another of the same kind under a new number.
     python tests/faults.py --jobs 2          all faults
     python tests/faults.py --only 7 12       some of them
     python tests/faults.py --near            only the test files that name the faulty module
-    python tests/faults.py --list
 
 A fault is applied to a temporary copy of the repository, with uncommitted changes but without
 ignored files. The fast tests run until one fails: first the test file of the module, then those
@@ -60,17 +59,13 @@ def find_fault(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
 
 
 def copy_repository(target: Path) -> None:
-    subprocess.run(
-        ["git", "clone", "--quiet", "--shared", "--no-checkout", ROOT, target], check=True
-    )
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, files.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    subprocess.run(["git", "add", "--all"], cwd=target, check=True)
-    if (ROOT / "data").exists() and not (target / "data").exists():
+    if (ROOT / "data").exists():
         (target / "data").symlink_to((ROOT / "data").resolve())
 
 
@@ -150,14 +145,10 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="faults; else all")
     parser.add_argument("--near", action="store_true", help="run the tests that name the module")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
-    parser.add_argument("--list", action="store_true", help="list the faults and exit")
     options = parser.parse_args()
     chosen = [f for f in read_faults() if options.only is None or f.number in options.only]
-    modules = [find_fault(fault)[0].relative_to(ROOT) for fault in chosen]  # raises if one is gone
-    if options.list:
-        for fault, module in zip(chosen, modules, strict=True):
-            print(f"{fault.number:3} {module}: {fault.old!r} -> {fault.new!r}")
-        return
+    for fault in chosen:
+        find_fault(fault)  # raises if it is gone
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in LIBRARIES:
         importlib.import_module(name)

@@ -26,6 +26,11 @@ PLAIN: dict[str, Any] = {
     "class_token": True,
     "global_pool": "token",
 }
+# Settings of a tiny model with a linear stem.
+ONE_BLOCK: dict[str, Any] = {
+    "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "stem": "linear",
+    "mlp_conv": False,
+}  # fmt: skip
 
 
 def randomize(model: Model, std: float, seed: int = 0) -> Model:

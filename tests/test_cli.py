@@ -1,10 +1,13 @@
 """Command lines: what they mean; invalid input ends in a line, before any file is changed."""
 
+import contextlib
+import io
 import itertools
 import re
 import subprocess
 import sys
 import typing
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +19,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from command_line import Parse, answer, help_of, refused
 from vit.cli import parse_eval, parse_train, user_errors
 from vit.commands.config import (
     COMMANDS,
@@ -37,6 +39,7 @@ from vit.settings import changed_keys, keys
 from vit.training.start import check_config
 
 ROOT = Path(__file__).resolve().parent.parent
+Parse = Callable[[Sequence[str]], Any]
 
 # What is typed after train.py, and what the one line must name: key, value, what is allowed.
 BAD_FLAGS = [
@@ -71,6 +74,39 @@ BAD_EVAL = [
     ("x predict y --out table.txt", "out: table.txt is not allowed; it must be a .csv file"),
     ("x --data.rot y", "did you mean data.root?"),
 ]
+
+
+def answer(words: Sequence[str], parse: Parse) -> tuple[Any, str]:
+    """Return the config of a command line, or the error line."""
+    result, printed = None, io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        try:
+            with user_errors():
+                result = parse(words)
+        except SystemExit as end:
+            assert end.code == 2
+    line = printed.getvalue()
+    assert (result is None) == bool(line)
+    if line:
+        assert line.startswith("error: ") and line.endswith("\n")
+        assert line[:-1].isprintable() and len(line) < 600, line
+    return result, line
+
+
+def refused(words: Sequence[str], *parts: str, parse: Parse = parse_train) -> None:
+    """Check that a command line ends with a line that contains the parts."""
+    result, line = answer(words, parse)
+    assert result is None, f"{words} would run: {result}"
+    for part in parts:
+        assert part in line, f"{words}: {line}"
+
+
+def help_of(words: Sequence[str], parse: Parse = parse_eval) -> str:
+    """Return what `--help` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        parse([*words, "--help"])
+    return printed.getvalue()
 
 
 def test_bad_words_are_one_line_that_names_key_value_and_allowed() -> None:

@@ -482,16 +482,14 @@ def test_a_failing_data_server_is_one_line_of_json() -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_has_the_tab_and_its_loaders_read_records(
-    logs: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_tensorboard_has_the_tab_and_its_loaders_read_records(logs: tuple[Path, Any]) -> None:
     """A resumed run shows what it logged last: after an interruption, it goes on from step 5.
 
     The Python loader, in this process, takes the first purge_step for the start of the run, so that
     needs one, too.
     """
     run, records = logs[0] / "resumed", {}
-    with serve(logs[0], tmp_path, "--load_fast=true") as address:
+    with serve(logs[0], "--load_fast=true") as address:
 
         def ask(route: str, **parameters: object) -> Any:
             query = urllib.parse.urlencode(parameters)

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -17,7 +18,7 @@ from PIL import ExifTags, Image
 from playwright.sync_api import Frame, Page, expect
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from attention_tab import (
@@ -158,8 +159,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(logs: Path, logged: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve(logs, tmp_path_factory.mktemp("metadata")) as found:
+def address(logs: Path, logged: Any) -> Iterator[str]:
+    with serve(logs) as found:
         yield found
 
 
@@ -389,7 +390,7 @@ def test_a_run_with_steps_is_shown_first_and_each_run_shows_an_image_that_it_has
         with event_file(tmp_path / "logs" / run) as writer:
             for step, tag in itertools.product(steps, tags):
                 write_record(writer, tag, make_record(sum(map(ord, tag)), label=None), step)
-    with serve(tmp_path / "logs", tmp_path) as address:
+    with serve(tmp_path / "logs") as address:
         page.goto(f"{address}/#attention")
         frame = ready(page)
         wait_until(frame, "run", "demo")
@@ -691,17 +692,6 @@ PROBE = "attention/probe_{:02d}"
 HALF = 1e-2  # error of a logit with weights of float16
 
 
-class Logged(NamedTuple):
-    """Images of a run, and its model at each step; the first step is not live.
-
-    Another run, `SMALL_RUN`, has one image, a coarser grid and sigmoid attention.
-    """
-
-    pixels: Tensor
-    models: dict[int, Classifier]
-    small: Classifier
-
-
 def images() -> Tensor:
     """Three images of smooth noise, (3, 3, 32, 32) uint8."""
     coarse = torch.rand(3, 3, 7, 7, generator=torch.Generator().manual_seed(0))
@@ -709,7 +699,11 @@ def images() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def logged(logs: Path) -> Logged:
+def logged(logs: Path) -> SimpleNamespace:
+    """Images of a run, and its model at each step; the first step is not live.
+
+    Another run, `SMALL_RUN`, has one image, a coarser grid and sigmoid attention.
+    """
     pixels = images()
     original = load_model("cifar10_quick", "cpu", "float32")
     models = {}
@@ -718,18 +712,13 @@ def logged(logs: Path) -> Logged:
         torch.manual_seed(step)
         for parameter in model.parameters():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.0001 * (LIVE_STEPS[-1] - step))
-        models[step] = with_model(original, model)
+        models[step] = replace(original, model=model, calibration=None)
     write_live(logs / RUN, models, pixels)
     sizes = {"img_size": SIDE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
     model = VisionTransformer(**(PLAIN | sizes), num_classes=10, attention="sigmoid")
-    small = with_model(original, randomize(model, 0.3).eval())
+    small = replace(original, model=randomize(model, 0.3), calibration=None)
     write_live(logs / SMALL_RUN, {200: small}, pixels[:1])
-    return Logged(pixels, models, small)
-
-
-def with_model(original: Classifier, model: nn.Module) -> Classifier:
-    about = original.preprocess, original.classes, original.device
-    return Classifier(model, *about, torch.float32)
+    return SimpleNamespace(pixels=pixels, models=models, small=small)
 
 
 def write_live(run: Path, models: dict[int, Classifier], pixels: Tensor) -> None:
@@ -770,7 +759,7 @@ def patch(pixels: Tensor, number: int) -> Tensor:
     return pixels[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
 
 
-def test_muted_heads_by_keyboard(page: Page, address: str, logged: Logged) -> None:
+def test_muted_heads_by_keyboard(page: Page, address: str, logged: SimpleNamespace) -> None:
     """In all views, and the file of numbers and the address have the question."""
     frame = show_live(page, address, layer=2, head=1)
     for key, mute in {
@@ -820,7 +809,9 @@ def test_muted_heads_by_keyboard(page: Page, address: str, logged: Logged) -> No
     expect(frame.locator(".change").first).to_be_hidden()
 
 
-def test_attention_by_offset_follows_a_change(page: Page, address: str, logged: Logged) -> None:
+def test_attention_by_offset_follows_a_change(
+    page: Page, address: str, logged: SimpleNamespace
+) -> None:
     frame = show_live(page, address, direction="offset")
     wait_until(frame, "direction", "offset")  # the mean over all images
     frame.evaluate("() => window.attentionTab.edit({ mute: '0.0' })")
@@ -832,7 +823,7 @@ def test_attention_by_offset_follows_a_change(page: Page, address: str, logged: 
 
 
 def test_a_stroke_hides_patches_and_redraws_everything(
-    page: Page, address: str, logged: Logged
+    page: Page, address: str, logged: SimpleNamespace
 ) -> None:
     frame = show_live(page, address, view="maps")
     frame.get_by_label("Brush").select_option("mean")
@@ -884,7 +875,6 @@ def test_a_question_is_cancelled_while_its_model_is_loaded(page: Page, address: 
     expect(frame.get_by_text("The request was replaced or cancelled.").first).to_be_visible()
     for route in held:
         route.continue_()
-    page.unroute("**/live_weights*")
 
 
 def drag(page: Page, frame: Frame, brush: str, start: int, end: int) -> None:
@@ -895,7 +885,7 @@ def drag(page: Page, frame: Frame, brush: str, start: int, end: int) -> None:
     page.mouse.up()
 
 
-def test_moved_and_borrowed_patches(page: Page, address: str, logged: Logged) -> None:
+def test_moved_and_borrowed_patches(page: Page, address: str, logged: SimpleNamespace) -> None:
     frame = show_live(page, address)
     drag(page, frame, "swap", 0, 45)
     swapped = answered(frame, patches="45:0,0:45")["change"]["after"]
@@ -936,11 +926,10 @@ def test_blurred_lent_and_removed_patches_are_moved_as_they_look(page: Page, add
     expect(frame.locator(".change").first).to_contain_text("patch (5, 5) shows (0, 0) blurred")
     drag(page, frame, "move", 45, 0)
     answered(frame, patches="45:mean,0:blur")
-    frame.get_by_label("Brush").select_option("point")
 
 
 def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live(
-    page: Page, address: str, logged: Logged
+    page: Page, address: str, logged: SimpleNamespace
 ) -> None:
     question = {"mute": "0.2,1.1", "patches": "9:out"}
     frame = show_live(page, address, run2=RUN, linked="no", step=200, step2=100, **question)
@@ -959,7 +948,7 @@ def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live
 
 
 def test_another_run_may_have_another_grid_other_attention_and_one_image(
-    page: Page, address: str, logged: Logged
+    page: Page, address: str, logged: SimpleNamespace
 ) -> None:
     mute, patches = "0.1", "10:mean"
     frame = show_live(page, address, run2=SMALL_RUN, mute=mute, patches=patches)
@@ -1003,7 +992,7 @@ def figures(text: str) -> list[float]:
 
 
 def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
-    page: Page, address: str, logged: Logged
+    page: Page, address: str, logged: SimpleNamespace
 ) -> None:
     """By keyboard, to the end and from a link; the figures are those of the image that is shown."""
     classifier = logged.models[200]
@@ -1080,7 +1069,7 @@ def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
 
 
 def test_a_photo_is_prepared_as_predict_does(
-    page: Page, address: str, logged: Logged, tmp_path: Path
+    page: Page, address: str, logged: SimpleNamespace, tmp_path: Path
 ) -> None:
     """A JPEG file that is to be turned; it is smooth, as decoders differ in enlarging colours."""
     rows, columns = np.mgrid[:60, :90]

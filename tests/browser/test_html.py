@@ -29,7 +29,7 @@ from attention_tab import (
     weights_of,
     write_run,
 )
-from models import save_untrained
+from models import ONE_BLOCK, save_untrained
 from vit.commands.config import ExportConfig
 from vit.commands.export import write_exports
 from vit.data.config import DataConfig
@@ -41,10 +41,6 @@ from vit.pretrained.load import load
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 
-PLAIN: dict[str, Any] = {
-    "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "stem": "linear",
-    "mlp_conv": False,
-}  # fmt: skip
 NAME = f"it's~*&+%\"{HOSTILE}"
 CLASSES = ["cat", "dog", "</script><script>alert(1)</script>", HOSTILE]
 
@@ -53,7 +49,9 @@ CLASSES = ["cat", "dog", "</script><script>alert(1)</script>", HOSTILE]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with hostile names that logged two images, an image of `maps`, and a damaged one."""
     folder = save_untrained(
-        tmp_path_factory.mktemp("runs") / NAME, PLAIN, Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
+        tmp_path_factory.mktemp("runs") / NAME,
+        ONE_BLOCK,
+        Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3),
     )
     write_run(folder, classes=CLASSES, label=2, name=CLASSES[2])
     write_run(folder / "eval/attention", images=1, steps=[100])
@@ -98,7 +96,7 @@ def test_last_step_alone_and_all_steps_replace_each_other_but_no_other_file(run,
 @pytest.fixture(scope="module")
 def shapes_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of shapes that has not been trained, and no logs, exported."""
-    run = save_untrained(tmp_path_factory.mktemp("shapes"), PLAIN)
+    run = save_untrained(tmp_path_factory.mktemp("shapes"), ONE_BLOCK)
     assert export(run) == run / "export/live.html"
     return run
 
@@ -114,7 +112,7 @@ def test_model_without_logs_shows_test_images(shapes_run):
 
 def test_model_without_logs_and_test_images_is_refused(tmp_path):
     data = {"name": "folder", "root": str(tmp_path / "none")}
-    run = save_untrained(tmp_path, PLAIN, data=data)
+    run = save_untrained(tmp_path, ONE_BLOCK, data=data)
     with pytest.raises(ValueError, match=r"^data\.root: .*none.*$"):
         export(run)
 
@@ -177,23 +175,17 @@ def test_file_shows_the_records_and_asks_for_nothing(page, run):
         shown["heads"], attention(weights_of(run, TAG, 100), token, "to"), rtol=1e-5
     )
     page.keyboard.press("[")
-    page.keyboard.press("ArrowRight")
-    painted(page, "step", 79)
-    shown = painted(page, "token", "1, 3")
+    shown = painted(page, "step", 79)
     np.testing.assert_allclose(
-        shown["heads"], attention(weights_of(run, TAG, 79), token + 1, "to"), rtol=1e-5
+        shown["heads"], attention(weights_of(run, TAG, 79), token, "to"), rtol=1e-5
     )
-    page.locator(".steps input").first.fill("0")
     page.keyboard.press("3")
-    details = make_record(1000, classes=CLASSES, label=2).details
-    lens = painted(page, "view", "lens")["lens"]
-    np.testing.assert_allclose(lens["probabilities"], details.lens.probabilities, rtol=1e-3)
     # The address opens the same again.
     page.wait_for_function(
-        "() => location.hash.includes('view=lens') && location.hash.includes('step=0')"
+        "() => location.hash.includes('view=lens') && location.hash.includes('step=79')"
     )
     page.reload()
-    assert painted(page, "view", "lens")["step"] == 0
+    assert painted(page, "view", "lens")["step"] == 79
     # A damaged record, and the run of `maps`.
     page.evaluate("window.attentionTab.set({view: 'heads', image: 'attention/damaged'})")
     expect(page.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
@@ -230,7 +222,7 @@ def test_file_follows_the_system_and_connects_to_nothing(browser, run):
             add("img", { src: "https://example.org/x.png" });
             add("script", { text: "window.injected = true" });
             add("iframe", { src: "https://example.org" });
-            await new Promise((done) => setTimeout(done, 100));
+            while (found.length < 4) await new Promise((done) => setTimeout(done, 20));
             return [found.sort(), window.injected];
         }"""
     )

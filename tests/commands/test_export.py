@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
-from models import randomize, save_untrained
+from models import ONE_BLOCK, randomize, save_untrained
 from small_runs import rows_of
 from vit.calibration import Calibration
 from vit.classifier import Classifier
@@ -35,10 +35,6 @@ from vit.model import attention
 from vit.pretrained.load import load
 from vit.reporting.export_formats import FORMATS
 
-PLAIN: dict[str, Any] = {
-    "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "stem": "linear",
-    "mlp_conv": False,
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {  # that timm has too
     "mean": {"qk_norm": True, "init_values": 0.1, "qkv_bias": False, "mlp_ratio": 2.7},
     "token": {"class_token": True, "global_pool": "token", "reg_tokens": 2},
@@ -72,7 +68,10 @@ CLASSES = ("circle", "square", "star")
 
 
 def save(
-    folder: Path, model: dict[str, Any], preprocess: Preprocess = RGB, base: dict[str, Any] = PLAIN
+    folder: Path,
+    model: dict[str, Any],
+    preprocess: Preprocess = RGB,
+    base: dict[str, Any] = ONE_BLOCK,
 ) -> Path:
     calibration = Calibration(images=100, temperature=0.5, quantiles={})
     return save_untrained(folder, base | model, preprocess, CLASSES, calibration=calibration)
@@ -307,17 +306,18 @@ def test_exported_preprocess_gives_the_bits_that_predict_gives_the_model(
 # The programs in docs/export.md.
 
 
+PAGE = (Path(__file__).resolve().parents[2] / "docs/export.md").read_text()
+
+
 def programs() -> dict[str, str]:
     """The Python programs of the page, by their heading."""
-    page = (Path(__file__).resolve().parents[2] / "docs/export.md").read_text()
-    return dict(re.findall(r"### ([\w. ]+)\n(?:(?!###).)*?```python\n(.*?)```", page, re.DOTALL))
+    return dict(re.findall(r"### ([\w. ]+)\n(?:(?!###).)*?```python\n(.*?)```", PAGE, re.DOTALL))
 
 
 def test_the_server_answers_four_clients_at_once_as_predict_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/export.md").read_text()
-    (code,) = re.findall(r"## In a server\n.*?```python\n(.*?server)\.serve_", page, re.DOTALL)
+    (code,) = re.findall(r"## In a server\n.*?```python\n(.*?server)\.serve_", PAGE, re.DOTALL)
     save(tmp_path, {})
     monkeypatch.setattr("http.server.BaseHTTPRequestHandler.log_message", lambda *_: None)
     names: dict[str, Any] = {}

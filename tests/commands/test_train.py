@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,16 +60,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_test_images")]
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 
 
-class Finished(NamedTuple):
-    """A finished run, what it printed, and in which order it read images and made steps."""
-
-    run: Path
-    printed: str
-    order: list[str]
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A finished run, what it printed, and in which order it read images and made steps."""
     run, order = tmp_path_factory.mktemp("finished") / "run", list[str]()
 
     def watched_open(data: DataConfig, train: bool, *args: Any, **kwargs: Any) -> ImageSet:
@@ -79,11 +73,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         patch.setattr(datasets, "open_images", watched_open)
         watch_updates(patch, lambda *_: order.append("step"))
         train(small(run))
-    return Finished(run, printed.getvalue(), order)
+    return SimpleNamespace(run=run, printed=printed.getvalue(), order=order)
 
 
 @pytest.fixture
-def unended(finished: Finished, tmp_path: Path) -> Path:
+def unended(finished: SimpleNamespace, tmp_path: Path) -> Path:
     """A copy of the finished run, as if it had been stopped before its end."""
     run = tmp_path / "unended"
     shutil.copytree(finished.run, run)
@@ -91,7 +85,7 @@ def unended(finished: Finished, tmp_path: Path) -> Path:
     return run
 
 
-def test_run_folder_holds_what_readme_promises(finished: Finished) -> None:
+def test_run_folder_holds_what_readme_promises(finished: SimpleNamespace) -> None:
     run = finished.run
     assert Config(**yaml.safe_load((run / "config.yaml").read_text())) == small(run)
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
@@ -110,8 +104,8 @@ def test_run_folder_holds_what_readme_promises(finished: Finished) -> None:
     assert [event.step for event in logged.Scalars("val/loss")] == list(range(5, STEPS + 1, 5))
 
 
-def test_start_and_end_are_printed(finished: Finished) -> None:
-    run, printed, _ = finished
+def test_start_and_end_are_printed(finished: SimpleNamespace) -> None:
+    run, printed = finished.run, finished.printed
     parameters = sum(parameter.numel() for parameter in make_state(small(run)).model.parameters())
     for part in (
         "320 training images (32 in each of 10 classes), 60 held out", f"{parameters:,} parameters",
@@ -123,7 +117,7 @@ def test_start_and_end_are_printed(finished: Finished) -> None:
     assert "\r" not in printed  # no bar where there is no terminal
 
 
-def test_attention_is_drawn_at_every_milestone_and_changes(finished: Finished) -> None:
+def test_attention_is_drawn_at_every_milestone_and_changes(finished: SimpleNamespace) -> None:
     accumulator = events(finished.run)
     names = (*(f"rollout/probe_{number:02d}" for number in range(3)), "statistics")
     found = {*accumulator.Tags()["images"]}
@@ -138,9 +132,9 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: Finished) -
 
 
 def test_eval_gives_the_same_numbers_as_the_end_of_training(
-    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, printed, _ = finished
+    run, printed = finished.run, finished.printed
     report = json.loads((run / "eval" / "report.json").read_text())
     out = tmp_path / "report"
     for _ in range(2):  # the second report replaces the files of the first
@@ -158,7 +152,7 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
         evaluate_run(str(run), ReportConfig(out=str(run)))
 
 
-def test_test_images_are_read_once_and_last(finished: Finished) -> None:
+def test_test_images_are_read_once_and_last(finished: SimpleNamespace) -> None:
     assert finished.order == ["training images", *["step"] * STEPS, "test images"]
 
 
@@ -309,7 +303,7 @@ def test_trials_of_a_budget_take_the_steps_of_the_run_and_leave_no_trace(
 
 
 def test_overwrite_deletes_what_train_and_eval_wrote_and_no_more(
-    finished: Finished, tmp_path: Path
+    finished: SimpleNamespace, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished.run, run)
@@ -328,7 +322,7 @@ def test_overwrite_deletes_what_train_and_eval_wrote_and_no_more(
 
 
 def test_moved_run_with_its_end_missing_is_only_ended(
-    finished: Finished, unended: Path, tmp_path: Path
+    finished: SimpleNamespace, unended: Path, tmp_path: Path
 ) -> None:
     run = unended
     before = metrics(run)

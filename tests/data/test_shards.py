@@ -24,9 +24,7 @@ from vit.data.config import DataConfig
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
-from vit.data.photos import TarMember
 from vit.data.shards import list_shards
-from vit.data.stream import ImageFiles
 
 CLASSES = ("cat", "dog", "owl")
 
@@ -72,13 +70,8 @@ def read(root: Path, train: bool = True) -> ImageSet:
     return list_shards(DataConfig(name="shards", root=str(root)), train)
 
 
-def paths(images: ImageSet) -> list[TarMember]:
-    assert isinstance(images.images, ImageFiles)
-    return [path for path in images.images.paths if isinstance(path, TarMember)]
-
-
 def names(source: ImageSet) -> list[str]:
-    return [member.name for member in paths(source)]
+    return [member.name for member in source.images.paths]
 
 
 def test_shards_made_as_documented_give_the_images_of_the_folder_and_a_report(
@@ -121,7 +114,7 @@ def test_shards_made_as_documented_give_the_images_of_the_folder_and_a_report(
 
 def test_a_shard_that_changes_is_read_again(root: Path) -> None:
     first, again = read(root), read(root)
-    assert paths(again) == paths(first) and again.fingerprint == first.fingerprint
+    assert again.images.paths == first.images.paths and again.fingerprint == first.fingerprint
     write_shard(root / "train/001.tar", labelled(range(100, 102)))
     changed = read(root)
     assert names(changed)[10:12] == ["0100.png", "0101.webp"]
@@ -179,7 +172,7 @@ def test_members_may_have_folders_and_companions(tmp_path: Path, layout: int) ->
         images = read(tmp_path, part)
         found |= zip(names(images), images.labels.tolist(), strict=True)
     assert found == {"./b/1.JPG": 1, "./a/1.jpeg": 0, f"{long}.png": 0, "5.png": 1}
-    assert paths(images)[0].open().read() == picture
+    assert images.images.paths[0].open().read() == picture
 
 
 # Mistakes.
@@ -322,7 +315,7 @@ def test_any_change_of_headers_ends_in_images_or_one_line(tmp_path: Path) -> Non
         (tmp_path / "0.tar").write_bytes(b"".join(blocks)[: rng.choice([None, len(content) // 2])])
         with bounded():
             try:
-                found = paths(read(tmp_path))
+                found = read(tmp_path).images.paths
                 assert all(m.offset + m.size <= len(content) for m in found)
                 outcomes.add("images")
             except ValueError as error:

@@ -131,7 +131,6 @@ WRONG = [
 
 @pytest.mark.parametrize(("lines", "words"), WRONG)
 def test_a_mistake_is_one_line_with_file_and_line(folder, lines, words):
-    (folder / "link").symlink_to(folder / "images")
     file = folder / "table.csv"
     file.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError) as info:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -90,18 +90,11 @@ class HeadsFirst(Plain):
         return self.out(torch.cat((weights @ v).chunk(self.heads), dim=-1))
 
 
-class Torchs(nn.MultiheadAttention):
-    """torch's module, whose parameters are those of `Plain`."""
-
-    def __init__(self, embed_dim: int, num_heads: int, batch_first: bool) -> None:
-        super().__init__(embed_dim, num_heads, batch_first=batch_first)
-
-
 def tokens() -> Tensor:
     return torch.randn(B, N, D, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[Plain, Fused, Torchs])
+@pytest.fixture(params=[Plain, Fused, nn.MultiheadAttention])
 def pair(request: pytest.FixtureRequest) -> tuple[WholeAttention, Plain]:
     """A module in its place, and the plain one with the same weights, to compare with."""
     placed, own = WholeAttention(request.param, D, 3, GRID, 1).eval(), Plain(D, 3)
@@ -450,11 +443,9 @@ def test_what_would_go_wrong_later_is_refused_before_training(
         check_attention(replace(model, class_token=False, global_pool="avg"), GRID)
 
 
-class Extra(Torchs):
+class Extra(nn.MultiheadAttention):
     def __init__(self, embed_dim: int, num_heads: int, batch_first: bool) -> None:
-        nn.MultiheadAttention.__init__(
-            self, embed_dim, num_heads, batch_first=batch_first, add_zero_attn=True
-        )
+        super().__init__(embed_dim, num_heads, batch_first=batch_first, add_zero_attn=True)
 
 
 @pytest.mark.parametrize(
@@ -645,16 +636,10 @@ def test_torchs_module_inside_another_is_what_it_is_without_weights() -> None:
     assert_close(weights.sum(dim=-1), torch.ones(B, 3, N))
 
 
-class Config(Protocol):
-    n_embd: int
-    n_head: int
-    block_size: int
-
-
 class Configured(Plain):
     """A constructor with one object, and a mask (B, N, N) to which heads are added."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config.n_embd, config.n_head)
         self.register_buffer("length", torch.tensor(config.block_size))
 
