@@ -1,5 +1,6 @@
 """The doctor for attention: planted faults are found by their row, and nothing else is reported."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ from timm.layers.attention import Attention as TimmAttention
 from torch import Tensor, nn
 
 from vit.attention_check.watch import Row
-from vit.commands.check import check, run
+from vit.commands.check import check as check_with_cost
+from vit.commands.check import run
 from vit.commands.config import CheckConfig
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.definitions import read_definitions
 from vit.model.variants import ATTENTION
+
+check = partial(check_with_cost, with_cost=False)
 
 RIGHT = """
 import math
@@ -139,7 +143,7 @@ def notable(rows: list[Row]) -> dict[str, Row]:
 
 
 def test_right_attention_passes(tmp_path: Path) -> None:
-    rows = check(define(tmp_path, RIGHT))
+    rows = check_with_cost(define(tmp_path, RIGHT))
     assert [row.result for row in rows] == ["passed"] * len(rows) and len(rows) > 14
 
 

@@ -12,7 +12,6 @@ import tarfile
 import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from pickle import PicklingError
 from types import SimpleNamespace
 from typing import Any
 
@@ -268,7 +267,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> N
     assert "fewer data.workers" in errors and errors.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [OSError(28, "full"), MemoryError(), PicklingError(), SystemExit])
+@pytest.mark.parametrize("error", [OSError(28, "full"), MemoryError()])
 def test_a_worker_that_cannot_hand_over_its_images_ends_the_run(
     pictures: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,8 +50,9 @@ def test_colours_are_standard_deviations_of_three_components() -> None:
 
 def test_training_logs_features_at_each_step(tmp_path: Path) -> None:
     config = small(tmp_path, track={"probes": 2})
-    (logging,) = (e for e in make_loop(config).evaluators if isinstance(e, AttentionLogging))
-    classifier = make_loop(config).classifier()
+    loop = make_loop(config)
+    (logging,) = (e for e in loop.evaluators if isinstance(e, AttentionLogging))
+    classifier = loop.classifier()
     yielded = dict(logging.run(classifier, 0))
     (frames,) = yielded[FRAMES_TAG].value  # type: ignore[union-attr]
     axes, _ = decode_weights(frames.tensor.string_val[0])
