@@ -79,13 +79,13 @@ def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
     if not child:
         with join_world(CPU, timeout_minutes=1) as world:
             with world.main_first():
-                time.sleep(4)  # as it reads images, which takes longer than any step
-            time.sleep(0 if ends else 20)
+                time.sleep(14)  # as it reads images, which takes longer than any step
+            time.sleep(0 if ends else 40)
             os._exit(0)
-    words = "another process of the run has ended" if ends else "not answered for 0.05 minutes"
+    words = "another process of the run has ended" if ends else "not answered for 0.2 minutes"
     lost = pytest.raises(ConnectionLost, match=f"{words}.*; rerun the command to resume")
     waited = False
-    with lost, join_world(CPU, timeout_minutes=0.05) as world:
+    with lost, join_world(CPU, timeout_minutes=0.2) as world:
         with world.main_first():
             waited = True
         world.largest(torch.ones(1))
@@ -117,7 +117,7 @@ def test_a_process_that_ends_before_it_joins_is_not_waited_for(
     with pytest.raises(error, match=text):
         launch(2, work)
     signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - began < 30
+    assert not typed or time.monotonic() - began < 30
 
 
 def test_an_error_about_a_folder_is_not_one_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
