@@ -50,7 +50,7 @@ STEPS = [0, 1, 5, 11, 20, 31, 44, 60, 79, 100]
 
 
 @torch.no_grad()
-def asked(
+def ask_torch(
     classifier: Classifier,
     pixels: Tensor,
     mute: Sequence[Sequence[int]] = (),
@@ -125,9 +125,9 @@ def make_record(
             importance=rng.uniform(-0.1, 1, size=(layers, heads)).tolist() if muted else None,
         ),
         maps=[
-            made("rollout", "attention rollout", None, (row[prefix_tokens:] * tokens).tolist()),
-            *(made("relevance", "class relevance", index, relevance) for index, _ in order[:2]),
-            *(made("lrp", "layer-wise relevance", index, signed) for index, _ in order[:2]),
+            make_map("rollout", "attention rollout", None, (row[prefix_tokens:] * tokens).tolist()),
+            *(make_map("relevance", "class relevance", index, relevance) for index, _ in order[:2]),
+            *(make_map("lrp", "layer-wise relevance", index, signed) for index, _ in order[:2]),
         ],
         lens=lens,
         name=name,
@@ -136,7 +136,7 @@ def make_record(
 
 
 def make_live(graph: bytes = b"graph", note: str = "", **changes: Any) -> Live:
-    """A live model of 5 weights whose graph is none."""
+    """A live model with five weights and a placeholder for its graph."""
     spec: dict[str, Any] = {
         "channels": 3, "image_size": (16, 28), "grid": (4, 7), "prefix": 3, "layers": 3, "heads": 2,
         "classes": CLASSES, "floats": 5, "mean": [0.5] * 3, "std": [0.25] * 3,
@@ -145,7 +145,7 @@ def make_live(graph: bytes = b"graph", note: str = "", **changes: Any) -> Live:
     return Live(spec=LiveSpec(**spec | changes), note=note, graph=graph)
 
 
-def made(kind: str, title: str, target: int | None, values: list[float]) -> Map:
+def make_map(kind: str, title: str, target: int | None, values: list[float]) -> Map:
     return Map(kind=kind, title=title, target=target, values=values, signed=kind == "lrp")
 
 

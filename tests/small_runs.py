@@ -185,7 +185,7 @@ def run_loop(config: Config, stop_at: int = 0) -> Loop:
 
 
 def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Two runs are at the same place, bit for bit."""
+    """Assert that two runs are in the same state, bit for bit."""
     for part in ("model", "optimizers", "ema", "points", "step"):
         torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
 

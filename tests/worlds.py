@@ -28,7 +28,7 @@ def in_world(size: int, folder: Path, function: Callable[..., None], *values: An
 
     Args:
         size: Number of processes.
-        folder: Where they may meet, and what they were told must not change.
+        folder: For the file through which they connect.
         function: Defined in a module; it raises what is wrong.
         *values: Its other arguments.
     """

@@ -26,7 +26,7 @@ from attention_tab import (
     STEPS,
     TAG,
     WAIT,
-    asked,
+    ask_torch,
     attention,
     event_file,
     hover,
@@ -268,7 +268,7 @@ def test_both_panes_have_the_colours_of_one_scale(
 
 
 @pytest.mark.parametrize(("run", "named"), [("even", "automatic"), ("sharp", "fixed")])
-def test_a_map_that_would_be_even_has_a_scale_of_its_own(
+def test_a_nearly_uniform_map_has_its_own_scale(
     page: Page, address: str, logs: Path, run: str, named: str
 ) -> None:
     """Only where it is shown large: small maps remain comparable."""
@@ -331,7 +331,7 @@ def test_attention_by_offset_is_the_mean_over_images(page: Page, address: str, l
     wait_until(frame, "direction", "to")
 
 
-def test_the_surest_right_image_is_first_and_then_the_surest_mistake(
+def test_the_most_confident_hit_is_first_and_the_most_confident_mistake_second(
     page: Page, address: str
 ) -> None:
     records = half_right()
@@ -750,7 +750,7 @@ def answered(frame: Frame, pane: int = 0, **change: str) -> dict[str, Any]:
 
 
 def logits_of(*question: Any, **options: Any) -> np.ndarray:
-    return asked(*question, **options)[0][0].numpy()
+    return ask_torch(*question, **options)[0][0].numpy()
 
 
 def patch(pixels: Tensor, number: int) -> Tensor:
@@ -777,7 +777,7 @@ def test_muted_heads_by_keyboard(page: Page, address: str, logged: SimpleNamespa
     expect(frame.locator(".change").first).to_contain_text("layer 2 without its attention")
     page.keyboard.press("u")
     answered(frame, mute="2.0,2.2")
-    _, weights, *lens = asked(logged.models[200], logged.pixels[0], mute=[(2, 0), (2, 2)])
+    _, weights, *lens = ask_torch(logged.models[200], logged.pixels[0], mute=[(2, 0), (2, 2)])
     layers = list(weights.unbind(1))
     entropy = numbers(frame)["statistics"]["entropy"]
     np.testing.assert_allclose(entropy, attention_entropy(layers), atol=0.01)
@@ -816,7 +816,7 @@ def test_attention_by_offset_follows_a_change(
     wait_until(frame, "direction", "offset")  # the mean over all images
     frame.evaluate("() => window.attentionTab.edit({ mute: '0.0' })")
     found = answered(frame, mute="0.0")["heads"]
-    layers = [*asked(logged.models[200], logged.pixels[0], mute=[(0, 0)])[1].unbind(1)]
+    layers = [*ask_torch(logged.models[200], logged.pixels[0], mute=[(0, 0)])[1].unbind(1)]
     expected = GRID**2 * attention_by_offset(layers, (GRID, GRID), 0)[1:].numpy()
     found = np.reshape(found, (-1, *expected.shape[1:]))[1:]
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
@@ -841,7 +841,7 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     mean = (255 * torch.tensor(classifier.preprocess.mean)).round().byte()
     for number in hidden:
         patch(pixels, number)[:] = mean[:, None, None]
-    logits, weights, *_ = asked(classifier, pixels, hide=[out])
+    logits, weights, *_ = ask_torch(classifier, pixels, hide=[out])
     np.testing.assert_allclose(shown["change"]["after"], logits[0], atol=HALF)
     layers = list(weights.unbind(1))
     kept = torch.tensor([number for number in range(GRID**2) if number != out])
@@ -957,7 +957,7 @@ def test_another_run_may_have_another_grid_other_attention_and_one_image(
     expect(change.nth(1)).to_contain_text("the grids of patches differ")
     frame.evaluate("(run) => window.attentionTab.chooseRun(run)", SMALL_RUN)
     shown = answered(frame, mute=mute, patches="")  # a patch of another grid is another place
-    logits, weights, *_ = asked(logged.small, logged.pixels[0], mute=[(0, 1)])
+    logits, weights, *_ = ask_torch(logged.small, logged.pixels[0], mute=[(0, 1)])
     np.testing.assert_allclose(shown["change"]["after"], logits[0], atol=HALF)
     # Rows of weights are taken as fractions of their sum.
     entropy = attention_entropy(list(weights.unbind(1)))
@@ -1001,7 +1001,7 @@ def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
     frame.get_by_role("button", name="Tour").press("Enter")
     for number in range(2):  # in English, then in German
         pixels = logged.pixels[number]
-        logits, weights, _, read = asked(classifier, pixels)
+        logits, weights, _, read = ask_torch(classifier, pixels)
         best = float(logits.softmax(dim=-1).max())
         rollout = (
             GRID**2
@@ -1038,7 +1038,7 @@ def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
         changed = pixels.clone()
         for hidden in np.argsort(-np.array(relevance.values))[: GRID**2 // 4]:
             patch(changed, hidden)[:] = mean[:, None, None]
-        after = float(asked(classifier, changed)[0].softmax(dim=-1)[0, predicted])
+        after = float(ask_torch(classifier, changed)[0].softmax(dim=-1)[0, predicted])
         assert figures(text) == pytest.approx([GRID**2 // 4, best, after], abs=0.011), text
         assert len(text.split()) <= 40
         page.keyboard.press("u")

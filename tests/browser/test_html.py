@@ -21,7 +21,7 @@ from attention_tab import (
     STEPS,
     TAG,
     WAIT,
-    asked,
+    ask_torch,
     attention,
     event_file,
     link,
@@ -251,7 +251,7 @@ def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     test = load_test_images(DataConfig(name="shapes"), classifier.preprocess)
     image = int(page.evaluate("attentionTab.state.image").rpartition("_")[2])
     pixels = test.select(torch.tensor([image])).pixels()[0]
-    expected = [asked(classifier, pixels, *question)[0][0] for question in questions]
+    expected = [ask_torch(classifier, pixels, *question)[0][0] for question in questions]
     np.testing.assert_allclose(found, expected, atol=1e-2)
     assert np.std(np.stack(expected), axis=0).max() > 0.1
     for options in ({"fill": "other"}, {"mute": [3]}, {"patches": [1]}):

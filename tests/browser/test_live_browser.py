@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, Page
 from tensorboard.backend import http_util
 from werkzeug import serving, wrappers
 
-from attention_tab import asked
+from attention_tab import ask_torch
 from vit.classifier import Classifier
 from vit.data.pixels import ArrayPreprocess, bands_of
 from vit.data.preprocess import Preprocess
@@ -102,7 +102,7 @@ def requests() -> list[str]:
 
 @pytest.fixture(scope="module")
 def page(site: tuple[Site, str], requests: list[str], browser: Browser) -> Iterator[Page]:
-    """A page that has the modules; it asks nobody but its own server."""
+    """A page with the modules; it requests files from its own server only."""
     requests.clear()
     page = browser.new_page()
     page.context.on("request", lambda request: requests.append(request.url))
@@ -166,7 +166,7 @@ def random_cases(spec: dict[str, Any], count: int) -> list[Case]:
 def in_torch(classifier: Classifier, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     pixels, mute, hide = case
     image = torch.from_numpy(pixels[..., : classifier.preprocess.channels]).permute(2, 0, 1)
-    logits, weights, *_ = asked(classifier, image, mute, hide)
+    logits, weights, *_ = ask_torch(classifier, image, mute, hide)
     return logits[0], weights[0]
 
 

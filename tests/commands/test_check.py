@@ -46,7 +46,7 @@ class Mine(nn.Module):
 """
 SPLIT = ".view(B, N, self.num_heads, self.d).transpose(1, 2)"
 MASK = "if mask is not None:\n            scores = scores.masked_fill(mask == 0, -1e9)"
-# What is changed, the row that must say so, and words of its sentence.
+# Old code, new code, the row that reports it, words of its advice.
 FAULTS: dict[str, tuple[str, str, str, str]] = {
     "softmax over heads": ("dim=-1)", "dim=1)", "rows of weights", "over the heads"),
     "softmax over the batch": ("dim=-1)", "dim=0)", "rows of weights", "over the batch"),
@@ -148,7 +148,7 @@ def test_right_attention_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found_by_their_row(fault: str, tmp_path: Path) -> None:
+def test_each_planted_fault_is_reported_in_its_row(fault: str, tmp_path: Path) -> None:
     old, new, row, words = FAULTS[fault]
     assert old in RIGHT
     found = notable(check(define(tmp_path, RIGHT.replace(old, new))))
@@ -161,7 +161,7 @@ def test_planted_faults_are_found_by_their_row(fault: str, tmp_path: Path) -> No
     ("super().__init__()", "super().__init__()\n        self.out = nn.Linear(dim, dim)"),
     (SPLIT, ".view(B, N, self.d, self.num_heads).permute(0, 3, 1, 2)"),
 ])  # fmt: skip
-def test_other_ways_that_are_as_good_are_no_faults(old: str, new: str, tmp_path: Path) -> None:
+def test_equivalent_implementations_pass(old: str, new: str, tmp_path: Path) -> None:
     """Zeros at the start, layers in another order, and interleaved heads."""
     results = {row.result for row in check(define(tmp_path, RIGHT.replace(old, new)))}
     assert old in RIGHT and results <= {"passed", "unknown"}
@@ -177,7 +177,7 @@ def test_a_convolution_of_values_is_a_choice(tmp_path: Path) -> None:
     assert row.result == "remark" and "place of a token" in row.advice
 
 
-def test_what_is_not_found_is_no_failure(tmp_path: Path) -> None:
+def test_unrecognized_projections_fail_no_check(tmp_path: Path) -> None:
     """Values without a projection, and queries and keys in another order."""
     for old, new in (("self.v(x)", "x"), ("q = self.q(x)", "v = self.v(x)\n        q = self.q(x)")):
         rows = check(define(tmp_path, RIGHT.replace(old, new)))
@@ -226,7 +226,7 @@ def test_attention_of_libraries_gives_no_false_alarm(attention: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "differential"])
-def test_choices_are_remarks(name: str) -> None:
+def test_sigmoid_and_differential_attention_get_one_remark(name: str) -> None:
     found = notable(check(ATTENTION[name]))
     assert {key: row.result for key, row in found.items()} == {"rows of weights sum to 1": "remark"}
 
@@ -288,7 +288,7 @@ def test_attention_in_loops_gives_no_false_alarm() -> None:
     assert "its softmax has the shape [2, 10, 10] instead of [3, 2, 10, 10]" in row.advice
 
 
-def test_a_file_of_rows_replaces_only_another(
+def test_json_output_replaces_only_earlier_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ATTENTION, "mine.py:Mine", None)  # removed at the end

@@ -69,7 +69,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "index.json").read_text())
 
 
-def test_attention_writes_sheets_maps_and_index_and_nothing_else(explained):
+def test_maps_writes_sheets_arrays_and_an_index_only(explained):
     folder, printed = explained
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
     assert names == {

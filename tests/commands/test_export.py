@@ -143,7 +143,7 @@ def test_timm_makes_our_transform_from_an_export(tmp_path):
         ({"attention": "cosine"}, "timm has no model.attention=cosine; export to onnx or torch"),
     ],
 )
-def test_model_that_timm_lacks_is_refused_with_the_reason(tmp_path, model, part):
+def test_a_model_that_timm_cannot_build_is_refused(tmp_path, model, part):
     run = save(tmp_path / "run", model)
     with pytest.raises(ValueError, match=r"^export: timm is not possible") as error:
         export_run(str(run), ExportConfig(formats=("timm",)))
@@ -203,7 +203,7 @@ def test_graphs_take_any_batch_and_say_what_they_are(exported):
 
 
 @pytest.mark.parametrize("wrong", [2e-4, float("nan")])
-def test_export_that_differs_is_not_kept(tmp_path, monkeypatch, wrong):
+def test_an_export_with_other_logits_is_discarded(tmp_path, monkeypatch, wrong):
     run = save(tmp_path / "run", {})
     kind = FORMATS["timm"]
 

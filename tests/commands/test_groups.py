@@ -55,7 +55,7 @@ def test_t_tests_are_those_of_scipy() -> None:
         assert student("x", sample) == ({"x": pytest.approx(alike[0]), "x_95": None}, None)
 
 
-def test_images_of_an_included_model_are_those_of_all(
+def test_an_included_model_is_compared_on_its_eight_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     (tmp_path / "run").mkdir()

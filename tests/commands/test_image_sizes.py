@@ -39,7 +39,9 @@ def save_stripes(root: Path, channels: int, train: int, test: int) -> Path:
         (4, (24, 16), "pad", {}),
     ],
 )
-def test_from_training_to_every_way_to_look(channels, size, fit, augment, tmp_path, capsys):
+def test_other_sizes_and_channels_work_from_training_to_maps(
+    channels, size, fit, augment, tmp_path, capsys
+):
     photo = save_stripes(tmp_path / "images", channels, train=24, test=8)
     folder, grid = tmp_path / "run", (size[0] // 4, size[1] // 4)
     config = small(

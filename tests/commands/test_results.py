@@ -267,7 +267,7 @@ def interrupted(*_: Any, **__: Any) -> None:
 # Precision.
 
 
-def test_what_is_predicted_and_calibrated_is_float32_also_after_training_in_bfloat16(
+def test_predictions_and_calibration_are_float32_after_training_in_bfloat16(
     trained: Path, base: Path, call: Call
 ) -> None:
     run, files = base / "run", sorted((trained / "pictures").rglob("*.png"))

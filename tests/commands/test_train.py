@@ -85,7 +85,7 @@ def unended(finished: SimpleNamespace, tmp_path: Path) -> Path:
     return run
 
 
-def test_run_folder_holds_what_readme_promises(finished: SimpleNamespace) -> None:
+def test_a_finished_run_contains_these_files(finished: SimpleNamespace) -> None:
     run = finished.run
     assert Config(**yaml.safe_load((run / "config.yaml").read_text())) == small(run)
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
@@ -321,7 +321,7 @@ def test_overwrite_deletes_what_train_and_eval_wrote_and_no_more(
     assert left == {*mine.split(), "config.yaml"}
 
 
-def test_moved_run_with_its_end_missing_is_only_ended(
+def test_a_moved_run_without_its_model_file_is_not_trained_again(
     finished: SimpleNamespace, unended: Path, tmp_path: Path
 ) -> None:
     run = unended
@@ -332,7 +332,7 @@ def test_moved_run_with_its_end_missing_is_only_ended(
         assert torch.equal(load_file(run / "model.safetensors")[name], tensor), name
 
 
-def test_unfinished_run_whose_images_are_others_now_is_refused(unended: Path) -> None:
+def test_an_unfinished_run_with_other_images_is_refused(unended: Path) -> None:
     (_, path) = sorted((unended / "checkpoints").iterdir())
     checkpoint = read_checkpoint(path)
     for changes in ({"num_images": 321}, {"classes": [*KINDS[:-1], "blob"]}):
@@ -345,7 +345,7 @@ def test_unfinished_run_whose_images_are_others_now_is_refused(unended: Path) ->
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_stopped_run_says_how_to_go_on(overwrite, saved, tmp_path, capsys):
+def test_a_stopped_run_says_how_to_resume(overwrite, saved, tmp_path, capsys):
     """Not how to resume the run that it was to replace."""
     checkpoint = tmp_path / "checkpoints" / "step_00000005.pt"
     checkpoint.parent.mkdir()
@@ -361,7 +361,7 @@ def test_a_stopped_run_says_how_to_go_on(overwrite, saved, tmp_path, capsys):
     assert f"SIGINT: rerun the command{words}" in capsys.readouterr().err
 
 
-def test_what_torch_is_asked_and_how_its_errors_are_explained(
+def test_determinism_is_requested_and_lack_of_memory_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explained = r"^train\.batch_size: out of memory with 64 images .* train\.accumulate=2; lower"

@@ -56,7 +56,7 @@ class OnDevice(Tensor):
 
 
 class PretendedDevice(TorchDispatchMode):
-    """Where this is active, there is the device."""
+    """Within this mode, the device exists."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         return compute(operator, args, kwargs or {})

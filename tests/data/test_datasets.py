@@ -80,7 +80,7 @@ def test_held_out_images_and_the_others_are_disjoint_and_complete():
 
 
 @pytest.mark.parametrize(("size", "number"), [(None, 1000), (0.25, 100), (40, 40), (0, 0)])
-def test_as_many_shapes_are_drawn_as_are_needed(size, number):
+def test_held_out_shapes_are_drawn_in_addition(size, number):
     data = DataConfig(name="shapes", train_size=300, val_size=size)
     training, held = load_training(data, seed=0)
     assert (len(training), len(held)) == (300, number)

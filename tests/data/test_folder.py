@@ -168,7 +168,7 @@ def tree(root: Path, *files: str) -> Path:
         ("Training Images", "Test Images"), ("train1", "test1"),
     ],
 )  # fmt: skip
-def test_parts_have_the_names_that_are_usual(root, train, test):
+def test_usual_names_of_train_and_test_folders_are_recognized(root, train, test):
     tree(root, *(f"{part}/{name}/0.png" for part in (train, test) for name in ("glioma", "none")))
     (root / "images/labels").mkdir(parents=True, exist_ok=True)
     assert recognize(root) == "folder"

@@ -150,7 +150,7 @@ def test_shards_for_training_and_testing_are_not_mixed(root: Path, train: str, o
         read(root / "train")
 
 
-def test_a_class_may_be_called_train(root: Path) -> None:
+def test_a_shard_in_train_may_be_called_train(root: Path) -> None:
     first = next((root / "train").glob("*.tar"))
     first.rename(first.with_name("train.tar"))
     assert len(read(root).labels) == 30

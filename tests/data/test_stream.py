@@ -345,7 +345,7 @@ def test_workers_end_with_their_process_however_it_ends(pictures: Path, end: str
 # Files that cannot be read.
 
 
-def test_unreadable_files_are_left_out_alike(
+def test_unreadable_files_are_skipped_in_memory_and_when_streamed(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In memory and in files."""

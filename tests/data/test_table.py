@@ -77,7 +77,7 @@ def test_classes_that_differ_in_case_are_named(folder, capsys):
     assert "the classes Cat and cat differ in case only" in capsys.readouterr().err
 
 
-def test_columns_and_separators_are_those_of_people_and_of_excel(folder):
+def test_usual_column_names_and_separators_are_accepted(folder):
     table = rows("abab", ["train", "train", "test", "test"])
     usual = read(write(folder, "path,label,split", *table))
     headers = (

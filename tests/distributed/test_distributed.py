@@ -38,7 +38,7 @@ class Recorded(World):
         return self.said[-1]
 
 
-def test_others_hear_that_the_main_process_is_done_or_has_failed() -> None:
+def test_other_processes_learn_whether_the_main_process_succeeded() -> None:
     Recorded.said.clear()
     entered = []
     for number in (0, 1):
@@ -156,7 +156,7 @@ def ended_child(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_only_noted_while_steps_are_made(
+def test_a_signal_during_a_step_is_deferred(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
@@ -202,7 +202,7 @@ def test_processes_that_share_a_batch_wait_for_it_after_a_signal() -> None:
         assert list(stop.until(slow(), Two(0, 2))) == [batch]
 
 
-def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_is_ignored_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -217,7 +217,7 @@ def test_forked_workers_leave_signals_to_their_parent(capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == ""
 
 
-def test_a_second_ctrl_c_is_what_it_was_before_a_run() -> None:
+def test_a_second_ctrl_c_raises_keyboard_interrupt() -> None:
     """In a notebook, whose variables would be lost otherwise."""
     # A shell that starts the tests in the background has it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

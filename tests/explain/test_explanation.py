@@ -54,7 +54,7 @@ def test_a_photo_is_a_path_an_image_or_an_array(classifier, tmp_path):
     assert explained[0].name == "some photo.png"
 
 
-def test_what_is_no_photo_and_impossible_arguments_are_refused(classifier):
+def test_invalid_photos_and_arguments_are_refused(classifier):
     for photo, words in (
         (Image.new("RGB", (0, 0)), "the image has no pixels"),
         (Image.new("F", (8, 8)), "the image has floating-point pixels"),

@@ -48,7 +48,7 @@ def test_colours_are_standard_deviations_of_three_components() -> None:
         assert (picture == [red, green, blue]).all(axis=-1).sum() >= 3 * 90**2
 
 
-def test_training_logs_features_at_each_step(tmp_path: Path) -> None:
+def test_training_logs_features_unless_they_are_not_finite(tmp_path: Path) -> None:
     config = small(tmp_path, track={"probes": 2})
     loop = make_loop(config)
     (logging,) = (e for e in loop.evaluators if isinstance(e, AttentionLogging))

@@ -195,7 +195,7 @@ def test_reliability_picture_puts_accuracy_over_confidence() -> None:
 # Texts.
 
 
-def test_captions_name_truth_and_guess() -> None:
+def test_captions_name_true_and_predicted_class() -> None:
     shares = torch.tensor([[0.7, 0.2, 0.1], [0.004, 0.001, 0.995]])
     captions = captions_of(shares.log(), torch.tensor([1, 2]), ["cat", "dog", "ship"])
     assert captions == ["true dog\npredicted cat 70%", "true ship\npredicted ship 100%"]

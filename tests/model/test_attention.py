@@ -124,7 +124,7 @@ def test_scores_may_be_as_large_as_float16_can_hold(query, key, mask, dtype):
 # --- masks ---
 
 
-def test_masks_show_the_tokens_before_and_those_that_are_real():
+def test_causal_and_padding_masks():
     assert causal_mask(3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     shown = padding_mask(torch.tensor([0, 2, 3]), 3)
     assert shown.int().tolist() == [[[0, 0, 0]], [[1, 1, 0]], [[1, 1, 1]]]
@@ -195,7 +195,7 @@ def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_kernel_is_used_where_it_is_faster(dtype, need_weights, device, monkeypatch):
+def test_the_fused_kernel_is_used_in_float32_or_on_a_gpu(dtype, need_weights, device, monkeypatch):
     module = draw_attention(12, 3).to(device, dtype)
     kernel, calls = F.scaled_dot_product_attention, []
 

@@ -127,7 +127,7 @@ def test_numbers_or_whole_images_are_dropped_in_the_dtype_of_the_input(
 
 
 @pytest.mark.parametrize("kind", [Dropout, StochasticDepth])
-def test_without_keys_or_in_evaluation_or_at_rate_0_it_is_torchs(kind: type[Dropout]) -> None:
+def test_without_keys_it_is_torchs_dropout(kind: type[Dropout]) -> None:
     x, keys = torch.randn(50, 6), image_keys(0, 0, 50)
     module, none = kind(0.5), kind(0.0)
     torch.manual_seed(0)

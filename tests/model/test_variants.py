@@ -580,7 +580,7 @@ def test_a_head_whose_width_positions_change_is_refused_before_training(monkeypa
 
 
 @pytest.mark.parametrize("name", ["mine", "cosine", "torch.nn:MultiheadAttention", "dot"])
-def test_code_of_others_classifies_in_one_thread(name, monkeypatch):
+def test_user_attention_runs_in_one_thread(name, monkeypatch):
     """It may store what it computes, as `Bilinear` does."""
     monkeypatch.setitem(ATTENTION, "mine", Bilinear)
     tiny = {"img_size": 8, "in_chans": 3, "num_classes": 2, "embed_dim": 12, "depth": 1}

@@ -362,7 +362,7 @@ class Bare(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [ByHand, Plain, nn.MultiheadAttention, Bare])
-def test_a_run_ends_with_attention_that_cannot_be_muted_copied_or_seen_into(
+def test_runs_finish_with_attention_that_cannot_be_muted_copied_or_read(
     module: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are not muted, graphs of stored weights are left out, the report explains mistakes."""
