@@ -204,7 +204,11 @@ def test_the_fused_kernel_is_used_in_float32_or_on_a_gpu(dtype, need_weights, de
         return kernel(*qkv)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
-    module(draw_tokens().to(device, dtype), need_weights=need_weights)
+    tokens = draw_tokens().to(device, dtype)
+    module(tokens, need_weights=need_weights)
     faster = device == "cuda" or dtype == torch.float32
-    expected = faster and not need_weights
-    assert bool(calls) == expected
+    assert bool(calls) == (faster and not need_weights)
+    calls.clear()
+    module.attn_drop.p = 0.5
+    module.train()(tokens)
+    assert not calls  # it cannot drop weights as `Dropout` does
