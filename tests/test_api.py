@@ -41,17 +41,20 @@ def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> 
         vit.evaluate(classifier, dataclasses.replace(test, classes=test.classes[::-1]))
 
 
-@pytest.mark.slow
-def test_export_is_that_of_the_command(run: Path, tmp_path: Path) -> None:
-    classifier = vit.load(run)
-    file = vit.export(classifier, "torch", tmp_path)
-    assert file == tmp_path / "model.pt2" and file.is_file()
-    assert (tmp_path / "preprocess.py").is_file()
+def test_exports_are_written_where_results_belong_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier = dataclasses.replace(vit.load("cifar10_quick", "cpu"), home=tmp_path)
+    monkeypatch.setattr("vit.commands.export._export", lambda _, name, draft: draft.touch() or name)
+    assert vit.export(classifier, "onnx") == tmp_path / "export/model.onnx"  # not in a cache
+    assert vit.export(classifier, "onnx", tmp_path / "here") == tmp_path / "here/model.onnx"
+    assert (tmp_path / "here/preprocess.py").is_file()
     with pytest.raises(ValueError, match=r"^formats: tmim is not .* must be 'timm', 'onnx'"):
         vit.export(classifier, "tmim")
+    fields = (field.name for field in dataclasses.fields(vit.Classifier))
+    plain = vit.Classifier(**{name: getattr(classifier, name) for name in fields})
     with pytest.raises(ValueError, match=r"^only for a model that vit.load has loaded$"):
-        fields = (field.name for field in dataclasses.fields(vit.Classifier))
-        vit.export(vit.Classifier(**{name: getattr(classifier, name) for name in fields}), "torch")
+        vit.export(plain, "torch")
 
 
 def test_a_classifier_is_printed_in_a_line() -> None:

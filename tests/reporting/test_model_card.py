@@ -1,23 +1,18 @@
-"""Models on the Hugging Face Hub, for which a local server stands in, and bundled models."""
+"""Models of the Hugging Face Hub, in its cache; model cards; included models."""
 
 import dataclasses
-import hashlib
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 import textwrap
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
-from torch.testing import assert_close
+from huggingface_hub import snapshot_download
 
 import vit
 from small_runs import load
@@ -25,110 +20,50 @@ from vit.config import Config, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.evaluation import report
+from vit.hub import FILES
+from vit.model.config import ModelConfig
 from vit.model_file import BUNDLED, weights_digest
 from vit.pretrained.load import load as load_model
+from vit.pretrained.sources import find_source
+from vit.reporting.loading import load_test
 from vit.reporting.model_card import model_card, write_hub
 from vit.reporting.tables import metrics_table
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0" * 40
-LOAD = """
-import sys, torch, vit
-from vit.model.config import ModelConfig
-from vit.pretrained.sources import find_source
-
-classifier = vit.load("hf-hub:me/model", device="cpu", precision="float32")
-source = find_source("hf-hub:me/model", ModelConfig())
-assert all(torch.equal(source.weights[k], v) for k, v in classifier.model.state_dict().items())
-images = torch.arange(2 * 3 * 32 * 32).remainder(256).byte().view(2, 3, 32, 32)
-torch.save(classifier.logits(images), sys.argv[1])
-print(classifier.run)
-vit.export(classifier, "hub")
-try:
-    vit.load("hf-hub:me/other")
-except ValueError as error:
-    print(error)
-"""
 
 
-def serve(repositories: Path) -> ThreadingHTTPServer:
-    """Serve OWNER/NAME/FILE in a folder as the Hub does."""
-
-    class Hub(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def answer(self, content: bytes, status: int = 200, **headers: str) -> None:
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(content))}.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def do_GET(self) -> None:
-            parts = self.path.partition("?")[0].strip("/").split("/")
-            folder, file = repositories.joinpath(*parts[2:4]), repositories.joinpath(*parts[:2])
-            if parts[:2] == ["api", "models"] and folder.is_dir():
-                kind = {"type": "file", "oid": "0" * 40}
-                tree = [
-                    {**kind, "path": file.name, "size": file.stat().st_size}
-                    for file in sorted(folder.iterdir())
-                ]
-                about = {"id": "/".join(parts[2:4]), "sha": COMMIT}
-                content = json.dumps(about if parts[4] == "revision" else tree).encode()
-                self.answer(content, Content_Type="application/json")
-            elif parts[2:3] == ["resolve"] and file.joinpath(*parts[4:]).is_file():
-                content = file.joinpath(*parts[4:]).read_bytes()
-                digest = hashlib.sha256(content).hexdigest()
-                self.answer(content, ETag=f'"{digest}"', X_Repo_Commit=COMMIT)
-            else:
-                self.answer(b"{}", 404, X_Error_Code="RepoNotFound")
-
-        do_HEAD = do_GET
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
-
-
-@pytest.mark.slow
-def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_loaded_from_its_cache_and_exported_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that are downloaded and no others are there, as links to files of other names."""
     saved = load_model("cifar10_quick", "cpu", "float32")
-    images = torch.arange(2 * 3 * 32 * 32).remainder(256).byte().view(2, 3, 32, 32)
-    (tmp_path / "me").mkdir()
-    write_hub(saved, tmp_path / "me/model")
-    server = serve(tmp_path)
-    # In processes of their own, because huggingface_hub reads its settings once.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "home"),
-    }
-    for problem in ("cannot be downloaded (404", "is not in the cache, and the Hub cannot be"):
-        run = subprocess.run(
-            [sys.executable, "-c", LOAD, tmp_path / "logits.pt"],
-            env=environment, capture_output=True, text=True, cwd=tmp_path,
-        )  # fmt: skip
-        home, *_, error = run.stdout.splitlines()
-        assert home == str(Path("runs/me-model"))
-        card = (tmp_path / home / "export/hub/README.md").read_text()
-        assert re.findall("^# (.*)", card, flags=re.MULTILINE) == ["me-model"]
-        shutil.rmtree(tmp_path / home)
-        assert error.startswith(f"hf-hub:me/other {problem}")
-        assert_close(torch.load(tmp_path / "logits.pt"), saved.logits(images))
-        (tmp_path / "logits.pt").unlink()
-        server.shutdown()
-        server.server_close()
-
-
-def test_an_export_is_written_where_results_belong(tmp_path: Path, monkeypatch: Any) -> None:
-    classifier = dataclasses.replace(vit.load("cifar10_quick", "cpu"), home=tmp_path)
-    monkeypatch.setattr("vit.commands.export._export", lambda _, name, draft: draft.touch() or name)
-    # Not beside a file in a cache.
-    assert vit.export(classifier, "onnx") == tmp_path / "export/model.onnx"
-    assert vit.export(classifier, "onnx", tmp_path / "here") == tmp_path / "here/model.onnx"
+    repository = tmp_path / "models--me--model"
+    for folder in ("blobs", "refs", f"snapshots/{COMMIT}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs/main").write_text(COMMIT)
+    write_hub(saved, tmp_path / "hub")
+    for number, file in enumerate(sorted((tmp_path / "hub").iterdir())):
+        if any(map(file.match, FILES)):
+            blob = file.rename(repository / f"blobs/{number}")
+            (repository / "snapshots" / COMMIT / file.name).symlink_to(blob)
+    cache = partial(snapshot_download, cache_dir=tmp_path, local_files_only=True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", cache)
+    monkeypatch.chdir(tmp_path)
+    classifier = vit.load("hf-hub:me/model", "cpu", "float32")
+    source = find_source("hf-hub:me/model", ModelConfig())
+    for key, value in saved.model.state_dict().items():
+        assert torch.equal(classifier.model.state_dict()[key], value), key
+        assert torch.equal(source.weights[key], value), key
+    assert classifier.run == Path("runs/me-model")
+    card = (vit.export(classifier, "hub") / "README.md").read_text()
+    assert re.findall("^# (.*)", card, flags=re.MULTILINE) == ["me-model"]
+    with pytest.raises(ValueError, match=r"^hf-hub:me/other is not in the cache, and the Hub"):
+        vit.load("hf-hub:me/other")
+    failed = Mock(side_effect=OSError("404"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", failed)
+    with pytest.raises(ValueError, match=r"^hf-hub:me/other cannot be downloaded \(404"):
+        vit.load("hf-hub:me/other")
 
 
 def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
