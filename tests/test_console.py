@@ -19,7 +19,7 @@ from models import save_untrained
 from small_runs import ROOT, draw_pictures, tiny
 from vit.commands.train import train
 from vit.console import note, printable, program, say
-from vit.reporting.tables import _columns, markdown, markdown_table, text_table
+from vit.reporting.tables import markdown
 
 CLASSES = (
     "\x1b]52;c;aGVsbG8=\x07", "\u202egnp.exe", "a\nerror: b", "猫|dog", "```",
@@ -55,13 +55,6 @@ def test_any_text_is_one_line_of_printable_characters(text: str) -> None:
     assert line == text if plain else line != text
 
 
-@given(st.lists(st.text(), min_size=2, max_size=4))
-def test_tables_are_aligned_whatever_their_cells(cells: list[str]) -> None:
-    rows = [["name", "b"], *([cell, str(number)] for number, cell in enumerate(cells))]
-    lines = text_table(rows)
-    assert len(lines) == len(rows) and len({_columns(line) for line in lines}) == 1
-
-
 @given(st.text(st.sampled_from("ab_*`[]()<>|!&~#$\\\n \t-:.x")))
 def test_markdown_shows_any_text_as_it_is(text: str) -> None:
     page = python_markdown.markdown(f"x {markdown(text)} y")
@@ -77,13 +70,6 @@ def test_markdown_makes_no_links_or_mentions() -> None:
 def test_nothing_is_printed_where_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
     say("a")
-
-
-def test_a_cell_stays_a_cell() -> None:
-    table = markdown_table([["class", "n"], *([name, "1"] for name in CLASSES)])
-    page = python_markdown.markdown(table, extensions=["tables"])
-    assert page.count("<tr>") == 1 + len(CLASSES) and page.count("<td>") == 2 * len(CLASSES)
-    assert "<img" not in page and "<a" not in page and "<strong>" not in page
 
 
 @pytest.fixture(scope="module")

@@ -233,17 +233,11 @@ def test_impossible_model_is_refused(arguments, message):
         VisionTransformer(**(PLAIN | TINY | arguments))
 
 
-def test_defaults_are_those_of_the_config_and_load_into_timm_as_they_are():
+def test_defaults_are_those_of_the_config():
     signature = inspect.signature(VisionTransformer).parameters
     defaults = {k: p.default for k, p in signature.items() if p.default is not p.empty}
     config = dataclasses.asdict(ModelConfig())
     assert defaults == {key: config[key] for key in config if key not in NOT_OF_VIT}
-    ours = VisionTransformer(img_size=32, in_chans=3, num_classes=10)
-    shape = {"patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    theirs = TimmVisionTransformer(img_size=32, num_classes=10, **shape)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_of_bfloat16_takes_images_of_another_size():
