@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 import math
 import sys
 from functools import partial
@@ -14,13 +15,16 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from benchmarks import tables, timing
-from benchmarks.maps import sanity, watermark
+from benchmarks.maps import faithfulness, sanity, watermark
 from benchmarks.maps.filling import FILLINGS, blurred, derangement, impute, make_filling
 from benchmarks.maps.randomization import cascade, rank_correlation, stages
 from benchmarks.scale import speedrun
 from models import PLAIN, draw, randomize, save_untrained
+from vit.commands.config import MapsConfig
+from vit.commands.maps import run as draw_maps
 from vit.data.shapes import draw_shapes
 from vit.model.vit import VisionTransformer
+from vit.pretrained.load import load as load_model
 from vit.seeding import fold_in
 
 
@@ -223,3 +227,40 @@ def test_tables_by_hand() -> None:
     # Student's t with two degrees of freedom: 4.3027.
     found = tables.mean_of_runs([0.1, 0.2, 0.3])
     assert found == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)
+
+
+# Faithfulness by filling.
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder with a small random model of scikit-learn's digits."""
+    model = {"embed_dim": 24, "depth": 1, "patch_size": 4, "zero_init": False}
+    out, data = tmp_path_factory.mktemp("run"), {"name": "digits"}
+    return save_untrained(out, model, classes=tuple("0123456789"), data=data)
+
+
+def test_scores_with_mean_filling_are_those_of_eval(run, tmp_path, capsys):
+    saved, kinds = load_model(run), ["rollout", "lrp_pixels", "occlusion"]
+    draw_maps(str(run), MapsConfig(kinds=kinds, probes=1, faithfulness=12, out=str(tmp_path)))
+    table = json.loads((tmp_path / "attention/faithfulness.json").read_text())["maps"]
+    words = ["--images", "12", "--fillings", "mean", "other", "--kinds", *kinds]
+    faithfulness.main([str(run), *words])
+    text = capsys.readouterr().out
+    mean, half = table["lrp_pixels"]["over_centred"]
+    row = text[text.index("| layer-wise relevance of pixels") :].split("\n")[0]
+    assert row.endswith(f"| {mean:.3f} ± {half:.3f} |") and "12 digits test images" in text
+    assert text.count("| occlusion |") == 3 and f"### {run}, another image" in text
+    measured = json.loads(json.dumps(faithfulness.measure(saved, kinds, ["mean", "other"], 12, 0)))
+    assert measured["mean"] == table and measured["other"] != table
+
+
+def test_ranks_by_hand():
+    scores = {"lrp": 0.2, "random": 0.5, "rollout": 0.1, "centred": 0.15}
+    table = {
+        kind: {"lerf_morf": (mean, 0.0), "over_centred": (mean - 0.15, 0.0)}
+        for kind, mean in scores.items()
+    }
+    del table["centred"]["over_centred"]
+    found = faithfulness.ranks_of(table)
+    assert found == {"lrp": "1 (+0.050)", "centred": "2", "rollout": "3 (-0.050)"}

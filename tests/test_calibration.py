@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from scipy import stats
 from scipy.stats import betabinom, binom
 from sklearn.datasets import make_classification
@@ -30,7 +29,6 @@ from vit.model_file import save_model
 from vit.pretrained.load import load as load_model
 from vit.reporting.calibration import make_sets, measure_sets, sets_table
 from vit.reporting.loading import load_test
-from vit.reporting.unfamiliar import load_unfamiliar
 
 pytestmark = pytest.mark.usefixtures("few_test_images")
 
@@ -284,17 +282,3 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, 
     ]:
         ended = call(model, "predict", tmp_path / "photos", "--coverage", *flags)
         assert ended.code == 2 and message in ended.error
-
-
-def test_unreadable_unfamiliar_images_are_left_out(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved = load_model(run, "cpu", "float32")
-    for number in range(10):
-        Image.new("RGB", (9, 9)).save(tmp_path / f"{number}.png")
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
-    assert len(load_unfamiliar(str(tmp_path), saved, None)) == 10
-    assert "broken.png" in capsys.readouterr().err
-    (tmp_path / "0.png").unlink()
-    with pytest.raises(ValueError, match="a folder of at least 10 images"):
-        load_unfamiliar(str(tmp_path), saved, None)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from scipy.special import log_softmax
 from scipy.stats import binomtest
 from sklearn.metrics import (
@@ -31,6 +30,7 @@ from torchmetrics.functional.classification import (
 )
 
 from models import PLAIN, names, randomize, save_untrained
+from small_runs import draw_pictures
 from vit.classifier import Classifier
 from vit.commands.config import EvalDataConfig
 from vit.data.config import DataConfig
@@ -308,9 +308,7 @@ def test_report_gets_metrics_of_every_kind_of_images(
 ) -> None:
     monkeypatch.setattr(unfamiliar, "NOISE", 30)
     monkeypatch.setattr("vit.intervals.RESAMPLES", 20)
-    (tmp_path / "photos").mkdir()
-    for number in range(12):
-        Image.new("L", (50, 40), 20 * number).save(tmp_path / f"photos/{number}.png")
+    draw_pictures(tmp_path, 12, ["photos"])
     saved = load_model(untrained, "cpu", "float32")
     test, training = load_test(saved).select(torch.arange(100)), load_split(saved, None)[0]
     for name, count in (("noise", 30), ("digits", 359), (str(tmp_path / "photos"), 12)):
@@ -335,13 +333,19 @@ def test_report_gets_metrics_of_every_kind_of_images(
     assert found["nearest neighbours"]["auroc"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
+def test_unsuitable_images_are_refused_and_unreadable_ones_left_out(
+    untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = load_model(untrained, "cpu")
-    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+    folder = draw_pictures(tmp_path, 10, ["ten"]) / "ten"
+    (folder / "broken.png").write_bytes(b"\x89PNG")
+    assert len(load_unfamiliar(str(folder), saved, None)) == 10
+    assert "broken.png" in capsys.readouterr().err
+    (folder / "0.png").unlink()
     for name, problem in (
         ("digts", "did you mean digits?"),
-        (str(tmp_path / "one.png"), "it must be a folder of images or one of noise, cifar10, "),
-        (str(tmp_path), "it must be a folder of at least 10 images"),
+        (str(folder / "1.png"), "it must be a folder of images or one of noise, cifar10, "),
+        (str(folder), "it must be a folder of at least 10 images"),
         ("shapes", "shapes is not allowed; it must be images of other classes"),
     ):
         with pytest.raises(ValueError, match=r"^unfamiliar: ") as error:
@@ -352,19 +356,15 @@ def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
 def test_nothing_is_downloaded_where_the_users_images_are(untrained, tmp_path, monkeypatch):
     asked = lambda data, train: SimpleNamespace(resized=lambda _: data.root)  # noqa: E731
     monkeypatch.setattr(unfamiliar, "open_images", asked)
-    saved, pictures = load_model(untrained, "cpu"), tmp_path / "pictures"
-    for name in "ab":
-        (pictures / name).mkdir(parents=True)
-        Image.new("L", (8, 8)).save(pictures / name / "one.png")
+    saved = load_model(untrained, "cpu")
+    draw_pictures(tmp_path / "pictures", 2)
     roots = [load_unfamiliar("digits", saved, str(tmp_path / n)) for n in ("pictures", "sets")]
     assert roots == ["data", str(tmp_path / "sets")]
 
 
 def test_test_images_in_the_home_folder_are_found(tmp_path, monkeypatch):
     saved = load_model("cifar10_quick", "cpu")
-    for name in saved.classes:
-        (tmp_path / "pictures" / "test" / name).mkdir(parents=True)
-        Image.new("L", (8, 8)).save(tmp_path / "pictures" / "test" / name / "one.png")
+    draw_pictures(tmp_path / "pictures/test", 10, saved.classes)
     monkeypatch.setenv("HOME", str(tmp_path))
     root = EvalDataConfig(root="~/pictures").root
     assert len(load_test(saved, root)) == len(saved.classes)
@@ -397,11 +397,8 @@ def test_nothing_is_downloaded_into_a_wrong_folder(
 
 def test_training_images_are_where_they_were_or_in_another_root(tmp_path: Path) -> None:
     classes, root, other = ("a", "b"), tmp_path / "pictures", tmp_path / "other"
-    for place, shade in ((root, 0), (other, 200)):
-        for number in range(40):
-            file = place / classes[number % 2] / f"{number}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8, 8), 3 * (shade + number)).save(file)
+    draw_pictures(root, 40)
+    draw_pictures(other, 40, seed=1)
     data = {"name": "folder", "root": str(root), "image_size": [8, 8]}
     model = {"embed_dim": 24, "depth": 1, "patch_size": 4}
     saved = load_model(save_untrained(tmp_path / "run", model, classes=classes, data=data), "cpu")

@@ -252,20 +252,10 @@ def test_weights_are_adapted_as_timm_does(name, size, patch, chans, tmp_path):
     assert "9 classes instead of 5" in account
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "why"),
-    [
-        (names(5), names(5), None),
-        (None, names(5), None),  # their names are unknown
-        (names(5), names(5)[::-1], "other names"),
-        (names(5), names(4), "4 classes instead of 5"),
-    ],
-)
-def test_head_is_kept_only_for_the_same_classes(theirs, ours, why):
-    source = source_of(draw_timm("test_vit", num_classes=5), classes=theirs)
-    weights, account = source.adapted(ours)
-    assert ("head.weight" in weights) == (why is None)
-    assert ("nothing is new" if why is None else why) in account
+def test_a_head_of_classes_with_other_names_is_not_kept():
+    source = source_of(draw_timm("test_vit", num_classes=5), classes=names(5))
+    weights, account = source.adapted(names(5)[::-1])
+    assert "head.weight" not in weights and "other names" in account
 
 
 # --- the config
@@ -405,14 +395,8 @@ def a_run(run: Path) -> Path:
     saved = load_model("cifar10_quick", "cpu", "float32")
     prepare_run(dataclasses.replace(saved.config, out=str(run)), resume=False)
     save_model(run / "model.safetensors", saved, saved.config, step=9)
-    checkpoint = Checkpoint(
-        step=3,
-        config=to_dict(saved.config),
-        classes=list(saved.classes),
-        model=saved.model.state_dict(),
-        total_steps=9,
-    )
-    save_checkpoint(run, checkpoint)
+    about = to_dict(saved.config), list(saved.classes), saved.model.state_dict()
+    save_checkpoint(run, Checkpoint(3, *about, total_steps=9))
     return run
 
 

@@ -100,9 +100,11 @@ needs_cifar = pytest.mark.skipif(not CIFAR.exists(), reason="data/cifar-10-batch
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar10_quick"])
-def test_included_models_are_small_and_carry_their_config(name: str) -> None:
+def test_included_models_are_small_and_carry_their_config_and_test_images(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (BUNDLED / f"{name}.safetensors").stat().st_size < 4e6
-    saved, same = load_model(name), load_model(Path(name))
+    saved, same = load_model(name, "cpu", "float32"), load_model(Path(name))
     assert saved.path == same.path and saved.name == name
     assert saved.run == Path("runs/included") / name and saved.finished
     assert saved.path == BUNDLED / f"{name}.safetensors"
@@ -110,6 +112,11 @@ def test_included_models_are_small_and_carry_their_config(name: str) -> None:
     assert saved.classes[8] == "ship" and len(saved.classes) == 10
     assert saved.preprocess == Preprocess.from_config(DataConfig(name="cifar10"))
     assert (saved.calibration is not None) == (name == "cifar10")
+    monkeypatch.chdir(tmp_path)
+    test = load_test(saved)
+    right = saved.logits(test).argmax(dim=1) == test.labels
+    assert len(test) == 8 and right.sum() >= 7
+    assert "only the 8 test images" in capsys.readouterr().err
 
 
 @pytest.mark.slow

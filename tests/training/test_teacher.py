@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from models import save_untrained
 from small_runs import STILL, begin, changed, make_state, make_step, small
-from vit.classifier import Classifier, build_model
 from vit.commands.train import load_data, train
 from vit.config import Config, to_dict
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.model_file import save_model
+from vit.pretrained.load import load as load_model
 from vit.pretrained.sources import resolve_pretrained
 from vit.run.checkpoint import CHECKPOINT_FOLDER, Checkpoint, save_checkpoint
 from vit.training.build import build_step
@@ -28,14 +28,11 @@ PREPROCESS = Preprocess.from_config(small(Path("unused")).data)
 def teacher(tmp_path):
     """A function that saves an untrained model, unless told otherwise one of the run's images."""
 
-    def save(classes=tuple(KINDS), preprocess=PREPROCESS, **settings):
-        config, path = small(tmp_path, **settings), tmp_path / "teacher.safetensors"
-        torch.manual_seed(0)
-        model = build_model(config.model, preprocess, len(classes)).eval()
-        torch.nn.init.normal_(model.head.weight)  # else all classes are equally probable
-        made = Classifier(model, preprocess, classes, torch.device("cpu"), torch.float32)
-        save_model(path, made, config, 0)
-        return str(path), model
+    def save(classes=KINDS, preprocess=PREPROCESS, seed=0, **settings):
+        config, folder = to_dict(small(tmp_path, **settings)), tmp_path / "teacher"
+        about = {key: config[key] for key in ("data", "train")}
+        save_untrained(folder, config["model"], preprocess, classes, seed=seed, **about)
+        return str(folder / "model.safetensors")
 
     return save
 
@@ -43,7 +40,8 @@ def teacher(tmp_path):
 def test_a_fraction_of_the_target_is_the_softmax_of_the_teacher_on_the_same_images(
     tmp_path, teacher
 ):
-    path, model = teacher()
+    path = teacher()
+    model = load_model(path, "cpu").model
     alone = make_step(small(tmp_path / "alone"))
     taught = make_step(small(tmp_path / "taught", optim={"teacher": path, "teacher_share": 0.3}))
     batch = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8), torch.arange(16) % len(KINDS)
@@ -58,7 +56,7 @@ def test_a_fraction_of_the_target_is_the_softmax_of_the_teacher_on_the_same_imag
 
 def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
     """Without a teacher, this run would train on features that are computed once."""
-    path, model = teacher()
+    path = teacher()
     config = small(
         tmp_path / "run",
         augment=STILL,
@@ -72,9 +70,7 @@ def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
     train(config)
     assert f"teacher  {path}, 50% of the target" in capsys.readouterr().out
     make_step(config)
-    torch.nn.init.zeros_(model.head.weight)
-    other = Classifier(model, PREPROCESS, tuple(KINDS), torch.device("cpu"), torch.float32)
-    save_model(Path(path), other, small(tmp_path), 0)
+    teacher(seed=1)
     with pytest.raises(ValueError, match=rf"^optim.teacher: {path} has changed since the run"):
         make_step(config)
 
@@ -88,8 +84,8 @@ def test_a_frozen_model_learns_from_the_teacher_too(tmp_path, teacher, capsys):
     ],
 )
 def test_a_teacher_of_other_images_is_refused(tmp_path, teacher, changes, message):
-    path, _ = teacher(**changes)
-    with pytest.raises(ValueError, match=rf"^optim.teacher: .*teacher.safetensors {message}"):
+    path = teacher(**changes)
+    with pytest.raises(ValueError, match=rf"^optim.teacher: .*model.safetensors {message}"):
         make_step(small(tmp_path / "run", optim={"teacher": path}))
 
 
@@ -110,7 +106,7 @@ def test_a_model_with_another_split_may_have_seen_held_out_images():
 def test_a_model_that_has_seen_held_out_images_gives_a_warning(
     tmp_path, teacher, settings, part, capsys, monkeypatch
 ):
-    path, _ = teacher(**settings)
+    path = teacher(**settings)
     key = {"optim": "teacher", "model": "pretrained"}[part]
     config = small(tmp_path / "run", **{part: {key: path}})
     config, source = resolve_pretrained(config, None)
@@ -141,13 +137,13 @@ def test_an_unfinished_teacher_is_named_as_such(tmp_path):
 
 
 def test_a_run_cannot_be_its_own_teacher(tmp_path, teacher):
-    path, _ = teacher()
+    path = teacher()
     with pytest.raises(ValueError, match=r"^optim.teacher: .* is the run itself"):
-        make_step(small(tmp_path, optim={"teacher": path}))
+        make_step(small(tmp_path / "teacher", optim={"teacher": path}))
 
 
 def test_a_teacher_that_does_not_take_the_smaller_images_is_refused(tmp_path, teacher):
-    path, _ = teacher()
+    path = teacher()
     run = small(
         tmp_path / "run", optim={"teacher": path}, train={"small_scale": 0.7, "small_share": 0.5}
     )
