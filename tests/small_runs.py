@@ -76,8 +76,11 @@ class Uniform(torch.nn.Module):
 """
 
 
-def small(out: Path, **changes: dict[str, Any]) -> Config:
-    parts = {part: {**values, **changes.get(part, {})} for part, values in SMALL.items()}
+def small(out: Path, *layers: dict[str, Any], **changes: dict[str, Any]) -> Config:
+    """Return the config of a small run, in which later layers replace keys of earlier ones."""
+    parts: dict[str, Any] = {part: {} for part in SMALL}
+    for layer in (SMALL, *layers, changes):
+        parts |= {part: {**parts[part], **values} for part, values in layer.items()}
     return Config(**{"out": str(out), **parts})
 
 
@@ -123,11 +126,9 @@ def begin(
     return Run(config, preprocess, device, **how).starting_from(checkpoint, source)
 
 
-def make_state(
-    config: Config, device: torch.device = CPU, sample: torch.Tensor | None = None
-) -> TrainState:
+def make_state(config: Config) -> TrainState:
     """Build the untrained state of a config with ten classes."""
-    return build_state(begin(config, device), 10, sample)
+    return build_state(begin(config), 10, None)
 
 
 def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:

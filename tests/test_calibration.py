@@ -33,16 +33,26 @@ from vit.reporting.loading import load_test
 pytestmark = pytest.mark.usefixtures("few_test_images")
 
 
-def calibrated_case(count: int, classes: int = 10, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return logits whose softmax is the true distribution of the labels, and the labels."""
-    random = torch.Generator().manual_seed(seed)
+def draw(
+    count: int, classes: int, random: torch.Generator, scale: float = 1.5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits of a model, right on about 55% of images at a scale of 1.5, labels, fractions.
+
+    The softmax of the logits by the scale is the true distribution of the labels.
+    """
     logits = 2 * torch.randn(count, classes, generator=random)
-    return logits, torch.multinomial(logits.softmax(dim=1), 1, generator=random).squeeze(1)
+    labels = torch.multinomial((logits / scale).softmax(dim=1), 1, generator=random).squeeze(1)
+    return logits, labels, torch.rand(count, generator=random)
+
+
+def draw_calibrated(count: int) -> tuple[Tensor, Tensor]:
+    """Return logits of a calibrated model, and the labels."""
+    return draw(count, 10, torch.Generator().manual_seed(0), scale=1)[:2]
 
 
 @pytest.mark.parametrize("scale", [0.2, 5.0])
 def test_temperature_is_that_of_a_grid_search(scale: float) -> None:
-    logits, labels = calibrated_case(2000)
+    logits, labels = draw_calibrated(2000)
     grid = np.geomspace(0.1, 10, 501)
     losses = [F.cross_entropy(scale * logits.double() / t, labels).item() for t in grid]
     found = fit_temperature(scale * logits, labels)
@@ -60,7 +70,7 @@ def test_temperature_is_finite_without_mistakes_and_without_hits() -> None:
 
 
 def test_interval_of_loss_is_that_of_a_mean() -> None:
-    logits, labels = calibrated_case(1000)
+    logits, labels = draw_calibrated(1000)
     losses = F.cross_entropy(logits, labels, reduction="none")
     half = 1.96 * losses.std().item() / 1000**0.5
     mean = losses.mean().item()
@@ -71,7 +81,7 @@ def test_interval_of_loss_is_that_of_a_mean() -> None:
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_interval_of_calibration_error_contains_the_true_one(scale: float) -> None:
     """Percentiles of bootstrap samples would never contain the 0 of a calibrated model."""
-    logits, labels = calibrated_case(50_000)
+    logits, labels = draw_calibrated(50_000)
     error = multiclass_calibration_error(scale * logits, labels, 10).item() if scale > 1 else 0
     hits = 0
     for part, of_part in list(zip(logits.split(400), labels.split(400), strict=True))[:25]:
@@ -102,23 +112,20 @@ def test_saved_weights_are_calibrated_on_held_out_images(run: Path) -> None:
 
 
 def test_report_and_predictions_use_the_temperature(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "vit.reporting.unfamiliar.bootstrap", lambda *_: torch.tensor([[0.0, 1.0]] * 3)
-    )
     saved = load_model(run, "cpu", "float32")
     classifier, test = saved, load_test(saved)
     logits = classifier.logits(test.pixels())
     temperature = classifier.calibration.temperature
     trained = json.loads((run / "eval/report.json").read_text())
     same = {"device": "cpu", "precision": "float32"}
-    options = ReportConfig(out=str(tmp_path), coverage=0.9, unfamiliar="digits", **same)
+    options = ReportConfig(out=str(tmp_path), coverage=0.9, **same)
     evaluate_run(str(run), options)
     printed = capsys.readouterr().out
     again = json.loads((tmp_path / "report.json").read_text())
     assert again["calibration"] == trained["calibration"]
-    assert again.keys() - trained.keys() == {"sets", "unfamiliar"}
+    assert again.keys() - trained.keys() == {"sets"}
     assert "LAC coverage" in printed
     rows = rows_of(tmp_path / "predictions.csv")
     for kind in ("lac", "raps"):
@@ -127,9 +134,6 @@ def test_report_and_predictions_use_the_temperature(
         found = again["sets"][kind][0]
         assert found["coverage"] == pytest.approx(np.mean(hits))
         assert found["size"] == pytest.approx(np.mean([len(inside) for inside in sets]))
-    (line,) = (line for line in printed.splitlines() if line.startswith("energy "))
-    assert f" {again['unfamiliar']['energy']['auroc']:.3f} (" in line
-    assert (tmp_path / "unfamiliar.png").exists()
     with pytest.raises(ValueError, match=r"^coverage: 0\.99 is not allowed; .* at most 0\.983"):
         evaluate_run(str(run), replace(options, coverage=0.99))
     expected = {"as trained": 1.0, "calibrated": temperature}
@@ -150,13 +154,6 @@ def test_report_and_predictions_use_the_temperature(
 
 
 # Sets of classes.
-
-
-def draw(count: int, classes: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits of a model that is right on about 55% of images, labels, and fractions."""
-    logits = 2 * torch.randn(count, classes, generator=random)
-    labels = torch.multinomial((logits / 1.5).softmax(dim=1), 1, generator=random).squeeze(1)
-    return logits, labels, torch.rand(count, generator=random)
 
 
 def test_scores_are_those_of_the_papers() -> None:

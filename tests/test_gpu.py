@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_runs import ROOT, assert_same, command, make_loop, small
+from small_runs import CPU, ROOT, assert_same, command, make_loop, small
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.commands.train import train
@@ -24,7 +24,6 @@ from vit.model.vit import VisionTransformer
 from vit.run.length import Length
 from vit.training.step import TrainingStep
 
-CPU = torch.device("cpu")
 GPU = torch.accelerator.current_accelerator(check_available=True) or CPU
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 

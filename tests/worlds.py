@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 from small_runs import CPU, make_loop
 from vit.commands.train import train
 from vit.config import Config
-from vit.distributed.world import MEETING, StopRequest, World, join_world
+from vit.distributed.world import MEETING, World, join_world
 from vit.training.loop import Loop
 
 # New processes are forked from one that has imported this, which takes seconds.
@@ -56,15 +56,10 @@ def train_whole(world: World, config: Config) -> None:
         train(config)
 
 
-def loop_of(
-    config: Config,
-    world: World,
-    stop: StopRequest | None = None,
-    precision: torch.dtype = torch.float32,
-) -> Loop:
-    """Build the loop of a run without logs, resumed if it has a checkpoint."""
+def loop_of(config: Config, world: World, **how: Any) -> Loop:
+    """Build the loop of a run without logs, resumed if it has a checkpoint, see `make_loop`."""
     Path(config.out).mkdir(exist_ok=True)
-    return make_loop(config, world=world, stop=stop or StopRequest(), precision=precision)
+    return make_loop(config, world=world, **how)
 
 
 def keep_losses(loop: Loop) -> dict[int, Tensor]:

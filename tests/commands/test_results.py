@@ -123,7 +123,8 @@ def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_c
     few = {kind: CORRUPTIONS[kind] for kind in KINDS}
     monkeypatch.setattr("vit.reporting.corruptions.CORRUPTIONS", few)
     parts = ("--coverage", "0.8", "--unfamiliar", "noise", "--corruptions", "--seed", "3")
-    assert call(run, "report", *parts).code == 0
+    ended = call(run, "report", *parts)
+    assert ended.code == 0 and "\nenergy " in ended.out
     first, drawn = json.loads((folder / "report.json").read_text()), content(folder)
     for name, settings in {
         "sets": {"coverage": 0.8},

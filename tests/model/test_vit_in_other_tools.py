@@ -23,7 +23,10 @@ from models import PLAIN, randomize
 from vit.model.vit import VisionTransformer
 from vit.pretrained.load import load as load_model
 
-SIZES = {"img_size": (16, 24), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
+SIZES = {
+    "img_size": (16, 24), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3,
+    "num_classes": 5,
+}  # fmt: skip
 OURS = {"stem": "conv", "mlp_conv": True, "class_token": False, "global_pool": "avg"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,9 +39,7 @@ IMAGES = torch.randn(3, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 
 
 def build(variant: dict[str, Any] | None = None) -> VisionTransformer:
-    return randomize(
-        VisionTransformer(**(PLAIN | SIZES | {"num_classes": 5} | (variant or {}))), 0.2
-    )
+    return randomize(VisionTransformer(**(PLAIN | SIZES | (variant or {}))), 0.2)
 
 
 @with_variants
@@ -86,7 +87,7 @@ def test_torchvision_extracts_features(variant: dict[str, Any], training: bool) 
 @pytest.mark.parametrize("n", [1, 2, (0, 2)])
 def test_intermediate_layers_are_timms(n: Any, norm: bool) -> None:
     ours = build({"reg_tokens": 1})
-    theirs = timm.create_model("vit_tiny_patch16_224", **SIZES, reg_tokens=1, num_classes=5).eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", **SIZES, reg_tokens=1).eval()
     theirs.load_state_dict(ours.state_dict(), strict=True)
     assert (ours.num_features, ours.num_classes) == (theirs.num_features, theirs.num_classes)
     for options in ({}, {"reshape": True}, {"reshape": True, "return_prefix_tokens": True}):
@@ -116,7 +117,7 @@ def test_grad_cam_is_that_of_timms_model() -> None:
     cam = pytest.importorskip("pytorch_grad_cam").GradCAM
     targets = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
     ours = build({"reg_tokens": 1})
-    theirs = timm.create_model("vit_tiny_patch16_224", **SIZES, reg_tokens=1, num_classes=5).eval()
+    theirs = timm.create_model("vit_tiny_patch16_224", **SIZES, reg_tokens=1).eval()
     theirs.load_state_dict(ours.state_dict(), strict=True)
     maps = []
     for model in (ours, theirs):
@@ -128,11 +129,8 @@ def test_grad_cam_is_that_of_timms_model() -> None:
 
 @pytest.fixture(params=["small", "cifar10_quick"])
 def model(request: pytest.FixtureRequest) -> VisionTransformer:
-    if request.param == "small":
-        return build()
-    found = load_model(request.param, "cpu", "float32").model
-    assert isinstance(found, VisionTransformer)
-    return found
+    small = request.param == "small"
+    return build() if small else load_model(request.param, "cpu", "float32").model
 
 
 def images_for(model: VisionTransformer) -> Tensor:

@@ -20,18 +20,12 @@ DEEP = {
     **PLAIN, **DROPS, "img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 6, "num_heads": 2,
     "num_classes": 3, "class_token": False, "global_pool": "avg", "stem": "conv", "mlp_conv": True,
 }  # fmt: skip
-
-
-def frozen(out: Path, **changes):
-    """A linear probe of a model with batch norm, without augmentation."""
-    parts = {
-        "augment": STILL,
-        "train": {"freeze": "backbone", "small_share": 0, "epochs": 2},
-        "track": {"probes": 0},
-    }
-    return small(
-        out, **{part: parts.get(part, {}) | changes.get(part, {}) for part in [*parts, *changes]}
-    )
+# A linear probe of a model with batch norm, without augmentation.
+FROZEN = {
+    "augment": STILL,
+    "train": {"freeze": "backbone", "small_share": 0, "epochs": 2},
+    "track": {"probes": 0},
+}
 
 
 def train_steps(step, number: int) -> list[Tensor]:
@@ -42,7 +36,8 @@ def train_steps(step, number: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_a_frozen_backbone_keeps_everything_but_the_head(tmp_path, name):
-    config = frozen(tmp_path, augment={"crop_padding": 2}, optim={"name": name, "layer_decay": 0.7})
+    changes = {"augment": {"crop_padding": 2}, "optim": {"name": name, "layer_decay": 0.7}}
+    config = small(tmp_path, FROZEN, changes)
     step = make_step(config)
     assert step.features is None  # cropped differently in every epoch
     model = step.state.model
@@ -58,9 +53,9 @@ def test_a_frozen_backbone_keeps_everything_but_the_head(tmp_path, name):
 
 
 def test_features_computed_once_train_the_same_head(tmp_path):
-    once = make_step(frozen(tmp_path))
+    once = make_step(small(tmp_path, FROZEN))
     assert once.features is not None and once.features.shape == (320, 24)
-    other = make_step(frozen(tmp_path))
+    other = make_step(small(tmp_path, FROZEN))
     always = replace(other, features=None, forward=other.state.model)
     points = [train_steps(step, 5) for step in (once, always)]
     torch.testing.assert_close(*points, rtol=1e-5, atol=1e-6)
@@ -70,7 +65,7 @@ def test_features_computed_once_train_the_same_head(tmp_path):
 
 def test_features_are_computed_at_each_step_if_anything_differs(tmp_path):
     for train in ({"small_share": 0.5}, {"freeze": "none"}):
-        assert make_step(frozen(tmp_path, train=train)).features is None
+        assert make_step(small(tmp_path, FROZEN, train=train)).features is None
     for change in (
         {"crop_padding": 1}, {"flip": True}, {"rand_ops": 1}, {"erasing": 0.1}, {"mixup": 0.1},
         {"cutmix": 0.1},

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -136,8 +137,6 @@ def test_config_of_siglip_may_leave_out_defaults(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     path.write_text('{"model_type": "siglip", "vision_config": {}, "text_config": {}}')
-    from safetensors.torch import load_file, save_file
-
     renamed = {f"vision_model.{key}": value for key, value in load_file(weights).items()}
     save_file(
         {**renamed, "logit_scale": torch.ones(1), "text_model.head.bias": torch.ones(1)}, weights

@@ -209,14 +209,8 @@ def test_chosen_class_is_explained_too() -> None:
 
 
 def test_attention_pooling_has_no_lens() -> None:
-    model = timm.create_model(
-        "vit_tiny_patch16_224",
-        num_classes=5,
-        global_pool="map",
-        class_token=False,
-        img_size=32,
-        **TIMM,
-    )
+    sizes = TIMM | {"img_size": 32, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", global_pool="map", class_token=False, **sizes)
     classifier = replace(make_classifier("ours", 5), model=model.eval())
     assert all(record.details.lens is None for record in make(classifier, images_of(5)))
 

@@ -15,6 +15,7 @@ from scipy import ndimage, stats
 from torch import Tensor
 
 from models import grey_classifier
+from small_runs import Payload
 from vit.classifier import Classifier
 from vit.data.corruptions import corrupt, parameters
 from vit.data.images import ImageSet
@@ -376,10 +377,6 @@ def test_a_damaged_file_of_results_is_measured_again(saved, images, tmp_path, mo
     written = path.read_bytes()
     good = dict(np.load(path))
 
-    class Hostile:
-        def __reduce__(self):
-            return executed.touch, ()
-
     def npz(changes: dict[str, object], without: tuple[str, ...] = ()) -> bytes:
         arrays = {key: value for key, value in {**good, **changes}.items() if key not in without}
         np.savez_compressed(file := io.BytesIO(), **arrays)
@@ -396,14 +393,14 @@ def test_a_damaged_file_of_results_is_measured_again(saved, images, tmp_path, mo
         "cut short": written[: len(written) // 2],
         "changed": written[:200] + bytes(40) + written[240:],
         "an array": array.getvalue(),
-        "a pickle": pickle.dumps(Hostile()),
+        "a pickle": pickle.dumps(Payload(executed)),
         "no settings": npz({}, without=("settings",)),
         "other settings": npz({"settings": "seed 1"}),
         "settings of another shape": npz({"settings": np.array([good["settings"]] * 2)}),
         "settings of another type": npz({"settings": np.zeros(())}),
-        "pickled settings": npz({"settings": np.array(Hostile())}),
+        "pickled settings": npz({"settings": np.array(Payload(executed))}),
         "an unknown kind": npz({"mist": good["fog"]}),
-        "a pickled kind": npz({"fog": np.array([Hostile()])}),
+        "a pickled kind": npz({"fog": np.array([Payload(executed)])}),
         "another type": npz({"fog": good["fog"].astype(np.uint8)}),
         "fewer severities": npz({"fog": good["fog"][:4]}),
         "fewer images": npz({"fog": good["fog"][:, 1:]}),

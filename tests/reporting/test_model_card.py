@@ -72,24 +72,24 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     config = dataclasses.replace(saved.config, data=data, out="/home/ada/runs/quick")
     saved = dataclasses.replace(saved, config=config, home=tmp_path)
     (tmp_path / "eval").mkdir()
-    result = report(torch.eye(10), torch.arange(10), saved.classes)
-    content = json.dumps({**result, "images_per_second": 1.0})
-    (tmp_path / "eval/report.json").write_text(content)
+    result = report(torch.eye(10), torch.arange(10), saved.classes) | {"images_per_second": 1.0}
+
+    def card(**changes: Any) -> str:
+        (tmp_path / "eval/report.json").write_text(json.dumps(result | changes))
+        return model_card(saved)
+
+    assert "Not measured." not in card()
     write_hub(saved, tmp_path / "hub")
     assert b"/home/ada" not in b"".join(file.read_bytes() for file in (tmp_path / "hub").iterdir())
     _, metadata, text = (tmp_path / "hub/README.md").read_text().split("---\n", 2)
     (measured,) = yaml.safe_load(metadata)["model-index"][0]["results"]
     assert measured["metrics"] == [{"type": "accuracy", "value": 1.0}]
     assert measured["dataset"]["name"] == "cifar10"
-    assert textwrap.indent(metrics_table(json.loads(content)), "    ") in text
+    assert textwrap.indent(metrics_table(result), "    ") in text
     assert f"{saved.step:,} optimizer steps on `cifar10`" in text
-    (tmp_path / "eval/report.json").write_text(json.dumps({**json.loads(content), "flip": True}))
-    assert "Not measured." in model_card(saved)  # not as the code in the card classifies
-    (tmp_path / "eval/report.json").write_text(json.dumps({**json.loads(content), "weights": "0"}))
-    assert "Not measured." in model_card(saved)  # of another model in this folder
-    own = json.dumps({**json.loads(content), "weights": weights_digest(saved.model)})
-    (tmp_path / "eval/report.json").write_text(own)
-    assert "Not measured." not in model_card(saved)
+    assert "Not measured." in card(flip=True)  # not as the code in the card classifies
+    assert "Not measured." in card(weights="0")  # of another model in this folder
+    assert "Not measured." not in card(weights=weights_digest(saved.model))
 
 
 # Bundled models.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from small_runs import UNIFORM, StopAt, changed, load, make_step, small
+from small_runs import CPU, UNIFORM, StopAt, changed, load, make_step, small
 from vit.config import Config, StoredConfig, to_dict
 from vit.distributed.shard import needs_shards, replicate, to_full
 from vit.distributed.world import Stopped, World
@@ -33,7 +33,6 @@ from vit.training.loop import Loop
 from vit.training.step import TrainingStep
 from worlds import in_world, keep_losses, loop_of
 
-CPU = torch.device("cpu")
 LOSS = 1e-4  # difference of losses that rounding explains
 SHORT: dict[str, dict[str, Any]] = {  # without batch norm
     "data": {"name": "shapes", "val_size": 20, "train_size": 192},
@@ -42,11 +41,6 @@ SHORT: dict[str, dict[str, Any]] = {  # without batch norm
     "train": {"epochs": 2, "batch_size": 32, "accumulate": 2, "whiten": False},
     "track": {"probes": 0},
 }  # fmt: skip
-
-
-def short(out: Path, **changes: dict[str, Any]) -> Config:
-    parts = {key: {**values, **changes.get(key, {})} for key, values in SHORT.items()}
-    return small(out, **parts)
 
 
 def train_and_write(world: World, loop: Loop, weights: Path) -> None:
@@ -68,7 +62,7 @@ def trace_blocks() -> None:
 def train_all(world: World, folder: Path) -> None:
     """Train in all ways in which processes can share a model."""
     for kind in KINDS:
-        config = short(folder / kind, train={"parallel": KINDS[kind]})
+        config = small(folder / kind, SHORT, train={"parallel": KINDS[kind]})
         if kind == "compiled":
             trace_blocks()
             config = changed(config, train={"compile": True})
@@ -80,7 +74,8 @@ def train_all(world: World, folder: Path) -> None:
         train_and_write(world, loop, folder / f"{kind}.pt")
     for parallel in ("replicate", "shard"):  # with batch norm and learned positions
         out = folder / f"bfloat16_{parallel}"
-        config = short(out, model={"stem": "conv"}, train={"epochs": 1, "parallel": parallel})
+        train = {"epochs": 1, "parallel": parallel}
+        config = small(out, SHORT, model={"stem": "conv"}, train=train)
         loop = loop_of(config, world, precision=torch.bfloat16)
         train_and_write(world, loop, out.with_suffix(".pt"))
 
@@ -112,8 +107,9 @@ def train_uniform(world: World, folder: Path) -> None:
     """Train attention whose queries, keys and table get no gradient, in all ways."""
     load_attention(f"{folder}/unused.py:Uniform")
     for kind in ("copies", "overlapping", "parts") if world.size > 1 else ("alone",):
-        config = short(
+        config = small(
             folder / kind,
+            SHORT,
             model={"attention": "unused.py:Uniform", "qk_norm": True},
             train={"epochs": 1, "parallel": KINDS.get(kind, "auto")},
         )
@@ -140,7 +136,7 @@ if missing_tool(CPU) is None:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """What a single process learns."""
     folder = tmp_path_factory.mktemp("alone")
-    return alone(short(folder / "run"), folder / "alone.pt")
+    return alone(small(folder / "run", SHORT), folder / "alone.pt")
 
 
 @pytest.mark.slow
@@ -183,7 +179,7 @@ def gradient(step: TrainingStep, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_gradients_of_processes_add_up_to_that_of_one(tmp_path: Path) -> None:
-    step = make_step(short(tmp_path))
+    step = make_step(small(tmp_path, SHORT))
     ((images, labels),) = load("shapes", "", train=True, count=64).batches(torch.arange(64)[None])
     whole = gradient(step, images, labels)
     assert_close(gradient(dataclasses.replace(step, accumulate=1), images, labels), whole)
@@ -200,7 +196,7 @@ def test_gradients_of_processes_add_up_to_that_of_one(tmp_path: Path) -> None:
 
 def train_to(world: World, config: Config, steps: int) -> None:
     """Train some steps and save, as a signal makes a run do."""
-    loop = loop_of(config, world, StopAt(steps))
+    loop = loop_of(config, world, stop=StopAt(steps))
     loop.stop.state = loop.step.state  # type: ignore[attr-defined]
     with pytest.raises(Stopped):
         loop.run()
@@ -210,7 +206,8 @@ def train_to(world: World, config: Config, steps: int) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that two processes have stopped in mid-epoch, with checkpoints of steps 6 and 8."""
     folder = tmp_path_factory.mktemp("sharded")
-    in_world(2, folder, train_to, short(folder / "run", train={"parallel": "shard"}), 8)
+    config = small(folder / "run", SHORT, train={"parallel": "shard"})
+    in_world(2, folder, train_to, config, 8)
     return folder / "run"
 
 
@@ -218,7 +215,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_another_number_of_processes_goes_on(
     expected: dict[str, Tensor], saved: Path, tmp_path: Path
 ) -> None:
-    config = short(tmp_path / "run", train={"parallel": "shard"})
+    config = small(tmp_path / "run", SHORT, train={"parallel": "shard"})
     shutil.copytree(saved, config.out)
     assert checkpoint_steps(tmp_path / "run") == [6, 8]
     found = alone(config, tmp_path / "one.pt")
@@ -238,7 +235,7 @@ def test_parts_are_read_without_what_the_run_did_not_have(
     load_attention(f"{tmp_path}/unused.py:Uniform")
     states = []
     for decay in (None, 0.9):
-        config = short(tmp_path / str(decay), model={"attention": "unused.py:Uniform"})
+        config = small(tmp_path / str(decay), SHORT, model={"attention": "unused.py:Uniform"})
         loop = loop_of(changed(config, optim={"ema_decay": decay}), World())
         states.append(loop.step.state)
         batches = loop.step.batches(loop.training, torch.arange(64).view(2, 32))

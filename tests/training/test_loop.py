@@ -45,8 +45,6 @@ from vit.training.step import TrainingStep
 from worlds import in_world
 
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
-
-
 PROBE = {"train": {"freeze": "backbone", "small_share": 0, "epochs": 2}, "augment": STILL}
 
 
@@ -59,8 +57,8 @@ def test_a_run_stopped_within_an_epoch_resumes_bit_for_bit(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """After the second of five steps; after the fifth see the next test."""
-    alone = run_loop(small(tmp_path / "alone", **{**BARE, **changes})).step.state.state_dict()
-    config = small(tmp_path / "stopped", **{**BARE, **changes})
+    alone = run_loop(small(tmp_path / "alone", BARE, changes)).step.state.state_dict()
+    config = small(tmp_path / "stopped", BARE, changes)
     with pytest.raises(Stopped):
         run_loop(config, stop_at=7)
     assert checkpoint_steps(tmp_path / "stopped")[-1] == 7
@@ -99,7 +97,7 @@ def test_an_evaluation_that_a_signal_breaks_off_is_repeated(
 ) -> None:
     """After an epoch and at the end: who sends SIGTERM may not wait for the rest of it."""
     for name, stops in (("alone", [0]), ("stopped", [at, 0])):
-        config = small(tmp_path / name, **BARE)
+        config = small(tmp_path / name, BARE)
         Path(config.out).mkdir()
         for stop in stops:
             if size == 1:
@@ -116,7 +114,7 @@ def test_validation_has_statistics_of_full_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five steps in each of three epochs, nine of them on smaller images."""
-    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 3, "small_share": 0.6}}))
+    loop = make_loop(small(tmp_path, BARE, train={"small_share": 0.6}))
     fresh, measure, state = {}, evaluate, loop.step.state
 
     def watched(classifier: Classifier, images: ImageSet) -> Any:
@@ -136,7 +134,7 @@ def test_statistics_of_images_are_those_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vit.evaluation.MOST_PIXELS", 64 * 32**2)  # at once; else 128 images
-    loop = make_loop(small(tmp_path, model=NO_DROPOUT, **BARE))
+    loop = make_loop(small(tmp_path, BARE, model=NO_DROPOUT))
     images = choose_images(loop.training, 256, 0)
     classifier = loop.classifier()
     expected = copy.deepcopy(classifier.model).train()
@@ -150,12 +148,12 @@ def test_statistics_of_images_are_those_of_torch(
 
 def test_a_resumed_run_has_the_learning_rate_that_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        run_loop(small(tmp_path, **BARE), stop_at=8)
-    run_loop(small(tmp_path, **BARE, optim={"lr": 1e-4}))
+        run_loop(small(tmp_path, BARE), stop_at=8)
+    run_loop(small(tmp_path, BARE, optim={"lr": 1e-4}))
     rates = [row.get("train/lr", 0) for row in metrics(tmp_path) if row["step"] > 8]
     assert 0 < max(rates) <= 1e-4
     with pytest.raises(ValueError, match=r"train\.epochs: 1 are 5 steps"):
-        run_loop(small(tmp_path, **{**BARE, "train": {"epochs": 1}}))
+        run_loop(small(tmp_path, BARE, train={"epochs": 1}))
 
 
 def test_speed_counts_training_alone_and_seconds_count_everything(
@@ -176,7 +174,7 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
             yield "val/accuracy", 0.5
 
     watch_updates(monkeypatch, one_second)
-    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
+    loop = make_loop(small(tmp_path, BARE, train={"epochs": 2}))
     loop.evaluators, loop.tracker = [TenSeconds()], Tracker(tmp_path)
     before = loop.step.state.seconds = 1000.0  # such as for compiling
     loop.run()
@@ -249,7 +247,7 @@ def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, range(4, 7))
-    run_loop(small(tmp_path / "run", **BARE))
+    run_loop(small(tmp_path / "run", BARE))
     rows = metrics(tmp_path / "run")
     losses = {row["step"]: row.get("train/loss") for row in rows if "train/lr" in row}
     assert set(losses) == {3, 5, 8, 10, 13, 15}
@@ -260,17 +258,17 @@ def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(
     spoil(monkeypatch, range(100))
     message = "^the model is not finite before training: .* at step 5,.* Check .* attention"
     with pytest.raises(Diverged, match=message):  # as none of fewer than max_skipped steps counts
-        run_loop(small(tmp_path / "short", **{**BARE, "train": {"epochs": 1}}))
+        run_loop(small(tmp_path / "short", BARE, train={"epochs": 1}))
     before = message.replace("5", "3")
     with pytest.raises(Diverged, match=before):
-        run_loop(small(tmp_path / "few", **{**BARE, "train": {"epochs": 1, "max_skipped": 3}}))
+        run_loop(small(tmp_path / "few", BARE, train={"epochs": 1, "max_skipped": 3}))
 
 
 def test_too_many_in_a_row_end_the_run_and_its_checkpoints_are_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, range(7, 100))
-    config = small(tmp_path / "run", **{**BARE, "train": {"epochs": 5, "max_skipped": 6}})
+    config = small(tmp_path / "run", BARE, train={"epochs": 5, "max_skipped": 6})
     with pytest.raises(SystemExit) as end:
         train(config)
     assert end.value.code == 3
@@ -298,14 +296,14 @@ def test_weights_that_are_not_finite_are_not_saved(
 
     monkeypatch.setattr(TrainingStep, "update", spoilt)
     with pytest.raises(Diverged):
-        run_loop(small(tmp_path / "run", **BARE))
+        run_loop(small(tmp_path / "run", BARE))
     assert checkpoint_steps(tmp_path / "run") == []
 
 
 def test_checkpoint_that_cannot_be_written_is_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = small(tmp_path / "run", **BARE)
+    config = small(tmp_path / "run", BARE)
     (tmp_path / "run").mkdir()
     loop = make_loop(config)
     loop.tracker = tracker = Tracker(tmp_path / "run")
@@ -335,11 +333,6 @@ def bare_step(config: Config) -> TrainingStep:
     return replace(make_step(config), label_smoothing=0.0, clip_grad=None)
 
 
-def without_dropout(**optim: str) -> Config:
-    model = {"stem": "linear", **NO_DROPOUT}
-    return small(Path("unused"), model=model, optim={"ema_decay": None, **optim})
-
-
 class HalfOfTheWorld(World):
     """Two processes, of which the other one has a gradient of zero."""
 
@@ -350,9 +343,9 @@ class HalfOfTheWorld(World):
 
 @pytest.mark.parametrize("limit", [0.01, 1e3])
 def test_the_average_gradient_is_clipped_to_its_norm(limit: float) -> None:
-    step = replace(
-        bare_step(without_dropout()), clip_grad=limit, accumulate=2, world=HalfOfTheWorld()
-    )
+    model = {"stem": "linear", **NO_DROPOUT}
+    step = bare_step(small(Path("unused"), model=model, optim={"ema_decay": None}))
+    step = replace(step, clip_grad=limit, accumulate=2, world=HalfOfTheWorld())
     weights = [*step.state.model.parameters()]
     # Unlike AdamW and Muon, plain SGD does not hide the scale of a gradient.
     step.state.optimizers[:] = [torch.optim.SGD(weights, lr=100.0)]
