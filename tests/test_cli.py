@@ -517,9 +517,10 @@ def test_wrong_types(file: Path, data: st.DataObject, key: str, in_file: bool) -
 
 
 def test_numbers_out_of_range() -> None:
-    beyond_all = ("-1000001", "inf", "nan", "1e400", "-1e300", "9" * 5000, hex(2**70))
+    odd = ("nan", "1e400", "-1e300", "9" * 5000, hex(2**70))
     for key in NUMBERS:
-        for value in (*EDGES.get(key, ()), *beyond_all):
+        more = odd if key in ("model.depth", "optim.lr") else ()
+        for value in (*EDGES.get(key, ()), "-1000001", "inf", *more):
             refused([f"--{key}={value}"], f"error: {key}: ", " is not allowed; ")
 
 

@@ -40,10 +40,13 @@ def config_of(out: Path, root: Path) -> Config:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes seconds and writes into no run: a corruption of each group will do.
 
-    Exports are written into a temporary folder first; the graph of the live model is never run.
+    So will a few images of noise, and a few samples of each bootstrap. Exports are written into a
+    temporary folder first; the graph of the live model is never run.
     """
     few = {kind: CORRUPTIONS[kind] for kind in ("shot_noise", "zoom_blur", "fog", "jpeg")}
     monkeypatch.setattr("vit.reporting.corruptions.CORRUPTIONS", few)
+    monkeypatch.setattr("vit.reporting.unfamiliar.NOISE", 30)
+    monkeypatch.setattr("vit.intervals.RESAMPLES", 20)
     monkeypatch.setattr("vit.reporting.live.graph_of", lambda classifier: b"graph")
     write = export._export
 

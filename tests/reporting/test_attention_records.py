@@ -163,8 +163,7 @@ def test_batches_make_the_same_records_and_large_weights_are_left_out(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "inside"),
-    [("ours", "model"), ("ours", "call"), ("ours", "both"), ("vit_tiny_patch16_224", "both")],
+    ("kind", "inside"), [("ours", "model"), ("ours", "call"), ("vit_tiny_patch16_224", "both")]
 )
 def test_inference_mode_changes_no_map_and_no_record(
     kind: str, inside: str, tmp_path: Path
@@ -295,8 +294,9 @@ def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
     setup = Setup(config, model, classifier.preprocess, IMAGES, IMAGES, (), Length(steps), sizes)
     evaluator = attention_logging(setup)
     assert evaluator is not None
-    assert len(evaluator.held_out or ()) == count
-    assert count * 4 <= 0.02 * 3 * steps * config.train.batch_size
+    muted = len(evaluator.held_out or ())
+    assert muted == count
+    assert muted * 4 <= 0.02 * 3 * steps * config.train.batch_size
 
 
 @pytest.mark.parametrize(
