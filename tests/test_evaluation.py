@@ -217,7 +217,7 @@ def test_six_views_are_shifted_and_mirrored(model, images):
 def test_evaluate_and_validation_give_the_report_on_the_predictions(model, images):
     held = ImageSet(images, torch.arange(50) % 10, names(10))
     result, logits = evaluate(classify(model), held, batch_size=13)
-    assert result.pop("images_per_second") > 0
+    del result["images_per_second"]
     assert torch.equal(logits, classify(model).logits(images, 13))
     assert result == report(logits, held.labels, names(10))
     values = [("val/loss", pytest.approx(result["loss"])), ("val/accuracy", result["accuracy"])]

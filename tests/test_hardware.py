@@ -63,7 +63,9 @@ def test_auto_is_bfloat16_where_the_hardware_is_fast_at_it(
 
 
 FAULTS = """
-import resource, sys, torch
+import ctypes, resource, sys
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE, as huge pages have few faults
+import torch
 from vit.hardware import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()

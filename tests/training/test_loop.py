@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
+from models import draw
 from small_runs import (
     NO_DROPOUT,
     STILL,
@@ -203,7 +204,7 @@ def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> 
     config = small(Path("unused"), train={"accumulate": accumulate})
     step = replace(make_step(config), label_smoothing=0.0, clip_grad=None)
     state = step.state
-    images, targets = torch.randn(8, 3, 32, 32), torch.eye(10)[torch.arange(8)]
+    images, targets = draw(8, 3, 32, 32, dtype=torch.float32), torch.eye(10)[torch.arange(8)]
     step.update(images, targets)  # so that optimizers have something to lose
     before = image(state)
 
@@ -349,7 +350,7 @@ def test_the_average_gradient_is_clipped_to_its_norm(limit: float) -> None:
     weights = [*step.state.model.parameters()]
     # Unlike AdamW and Muon, plain SGD does not hide the scale of a gradient.
     step.state.optimizers[:] = [torch.optim.SGD(weights, lr=100.0)]
-    images, targets = torch.randn(8, 3, 32, 32), torch.eye(10)[torch.arange(8)]
+    images, targets = draw(8, 3, 32, 32, dtype=torch.float32), torch.eye(10)[torch.arange(8)]
     loss = torch.nn.functional.cross_entropy(step.state.model.train()(images), targets) / 2
     gradients = torch.autograd.grad(loss, weights)
     norm = sum(gradient.square().sum() for gradient in gradients) ** 0.5
