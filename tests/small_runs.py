@@ -240,7 +240,7 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str] | None = None)
 
 @contextlib.contextmanager
 def deadline(seconds: int) -> Iterator[None]:
-    """Fail instead of never ending."""
+    """Fail after a number of seconds."""
 
     def expire(*_: object) -> None:
         pytest.fail(f"it does not end within {seconds} seconds")
@@ -255,7 +255,7 @@ def deadline(seconds: int) -> Iterator[None]:
 
 
 def is_alive(number: int) -> bool:
-    """Tell whether a process, perhaps not our child, has not ended."""
+    """Return whether a process runs, even if it is not our child."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

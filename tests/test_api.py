@@ -1,4 +1,4 @@
-"""The package from Python: what `vit` offers is what the commands call, and changes on purpose."""
+"""The Python API returns what the commands do; its signatures are pinned."""
 
 import dataclasses
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_a_classifier_is_printed_in_a_line() -> None:
 # Public names.
 
 
-def test_signatures_are_those_that_were_promised_and_on_the_page() -> None:
+def test_signatures_and_the_api_page_are_up_to_date() -> None:
     assert {*vit.__all__} <= {*dir(vit)}
     command = "if the change is intended, run python tests/public_api.py"
     assert public_api.signatures() == public_api.SIGNATURES.read_text(encoding="utf-8"), command

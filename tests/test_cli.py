@@ -41,7 +41,7 @@ from vit.training.start import check_config
 ROOT = Path(__file__).resolve().parent.parent
 Parse = Callable[[Sequence[str]], Any]
 
-# What is typed after train.py, and what the one line must name: key, value, what is allowed.
+# Arguments of train.py, and what the error must contain.
 BAD_FLAGS = [
     ("--model.depth 1.5", "model.depth: 1.5 is not allowed; it must be a valid integer\n"),
     ("--augment.crop_scale 1 0.5", "(1.0, 0.5) is not allowed; it must be the smallest fraction"),
@@ -58,7 +58,7 @@ BAD_FLAGS = [
     ("--overwite", "overwite: no such key; did you mean overwrite?"),
 ]
 
-# The same after eval.py.
+# The same for eval.py.
 BAD_EVAL = [
     ("", "run: missing; it comes first"),
     ("x draw", "draw: no such command; it must be one of report, maps, photo, "),
@@ -139,7 +139,7 @@ def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
-def test_errors_of_the_outside_are_one_line_and_ours_keep_their_traceback(
+def test_expected_errors_are_one_line_and_bugs_keep_their_traceback(
     error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended, user_errors():
@@ -219,7 +219,7 @@ budgets:
 """
 
 
-def test_a_file_says_what_changes_with_the_epochs_of_a_time_budget(tmp_path: Path) -> None:
+def test_budgets_change_settings_by_epochs(tmp_path: Path) -> None:
     file, budget = tmp_path / "mine.yaml", tmp_path / "budget.yaml"
     file.write_text(BUDGETS)
     budget.write_text("train: {budget_minutes: 2}\n")
@@ -288,7 +288,7 @@ def test_a_home_folder_is_found_in_every_setting(monkeypatch: pytest.MonkeyPatch
     assert (config.optim.teacher, config.data.root) == ("/home/ada/b", "/home/ada/c")
 
 
-def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path: Path) -> None:
+def test_quick_is_the_default_unless_another_model_is_chosen(tmp_path: Path) -> None:
     assert parse_train([])[0].out == "runs/quick"
     other = tmp_path / "other.yaml"
     other.write_text("out: elsewhere\n")
@@ -302,7 +302,7 @@ def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path:
         assert (config.model.depth, options["plans"]) == (12, {})
 
 
-def test_weights_that_are_pretrained_or_frozen_see_images_of_full_size(tmp_path: Path) -> None:
+def test_pretrained_and_frozen_models_train_at_full_size(tmp_path: Path) -> None:
     file, asks = tmp_path / "share.yaml", ["--train.small_share", "0.5"]
     file.write_text("train: {small_share: 0.25}")
     for words, share in (
@@ -470,7 +470,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def setting(key: str, value: str, file: Path | None) -> list[str]:
-    """Say key and value as a flag, or in a file."""
+    """Return arguments that set a key by a flag or a file."""
     if file is None:
         return [f"--{key}={value}"]
     group, _, name = key.rpartition(".")
@@ -549,7 +549,7 @@ def test_any_input_gives_a_config_or_one_line(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_full_disk_ends_nothing() -> None:
+def test_a_full_disk_does_not_end_the_program() -> None:
     # Without the flush of a normal end.
     program = "import os; from vit.console import say, warn; say('a'); warn('b'); os._exit(7)"
     with open("/dev/full", "w") as full:  # noqa: PTH123

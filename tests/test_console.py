@@ -1,4 +1,4 @@
-"""Names of others: none controls a terminal, breaks a table, or becomes Markdown."""
+"""Untrusted names cannot control a terminal, break a table or act as Markdown."""
 
 import html
 import io
@@ -37,7 +37,7 @@ def test_what_is_printed_cannot_control_a_terminal(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_a_photo_is_drawn_where_output_has_few_letters(tmp_path: Path) -> None:
+def test_photo_prints_names_in_an_ascii_locale(tmp_path: Path) -> None:
     run = save_untrained(tmp_path, {"depth": 1}, classes=(*(f"é 猫{n}" for n in range(6)),))
     Image.new("RGB", (40, 40)).save(photo := tmp_path / "a.png")
     command = [sys.executable, ROOT / "eval.py", run, "photo", photo, "--device", "cpu"]

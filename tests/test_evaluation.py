@@ -1,4 +1,4 @@
-"""Metrics compared with torchmetrics, scikit-learn and their definitions; images of no class."""
+"""Metrics compared with torchmetrics, scikit-learn and their definitions; unfamiliar images."""
 
 import copy
 import dataclasses

@@ -52,7 +52,7 @@ def solve(file: str, body: str, changes: tuple[str, str] = ("", "")) -> str:
     return (template[:unsolved] + body.lstrip("\n")).replace(*changes)
 
 
-def rows_of(source: str, name: str, folder: Path) -> dict[str, Row]:
+def check_source(source: str, name: str, folder: Path) -> dict[str, Row]:
     file = folder / "solution.py"
     file.write_text(source, encoding="utf-8")
     attention: Any = getattr(read_definitions(file), name)
@@ -66,9 +66,9 @@ def rows_of(source: str, name: str, folder: Path) -> dict[str, Row]:
 def test_templates_ask_for_what_is_missing_and_solutions_pass(
     file: str, name: str, body: str, tmp_path: Path
 ) -> None:
-    (row,) = rows_of((FOLDER / file).read_text(encoding="utf-8"), name, tmp_path).values()
+    (row,) = check_source((FOLDER / file).read_text(encoding="utf-8"), name, tmp_path).values()
     assert "NotImplementedError" in row.advice and "return" in row.advice
-    rows = rows_of(solve(file, body), name, tmp_path)
+    rows = check_source(solve(file, body), name, tmp_path)
     assert {row.result for row in rows.values()} == {"passed"}
     assert "equals torch's attention" in rows
 
@@ -84,5 +84,5 @@ def test_wrong_solutions_are_marked_as_the_page_says(tmp_path: Path) -> None:
         (CAUSAL, "causal", f"{order} permutes outputs", "remark", ""),
         (CAUSAL, "causal", "mask", "passed", ""),
     ):
-        row = rows_of(source, name, tmp_path)[property]
+        row = check_source(source, name, tmp_path)[property]
         assert row.result == result and words in f"{row.number}{row.advice}" and words in TEXT

@@ -1,4 +1,4 @@
-"""Files of others: each field of each of them is checked, and a wrong one is named in one line."""
+"""Untrusted files: every field is checked, and a wrong one is named in one line."""
 
 import contextlib
 import copy

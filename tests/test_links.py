@@ -1,4 +1,4 @@
-"""Links in a folder of somebody else: no command writes, or deletes, anything through them."""
+"""Links in an untrusted folder: no command writes, or deletes, anything through them."""
 
 import contextlib
 import os

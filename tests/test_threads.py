@@ -31,7 +31,7 @@ def test_results_come_in_the_order_of_the_items(threads):
     assert map_on_cores(work, iter(range(20)), threads) == [n * n for n in range(20)]
 
 
-def test_a_thread_does_not_train_while_another_does(tmp_path, monkeypatch):
+def test_only_one_thread_trains_at_a_time(tmp_path, monkeypatch):
     """Both would draw from torch's generator."""
     begun, end = threading.Event(), threading.Event()
 

@@ -122,7 +122,7 @@ def close(found: Any, expected: Tensor) -> None:
 
 
 def check_maps(classifier: Classifier, inputs: Tensor, record: Record) -> None:
-    """All kinds are there, for the classes that they should explain, and none twice."""
+    """Each kind occurs once, or once for every class that it should explain."""
     found = record.details
     explained = sorted({shown.target for shown in found.maps if shown.target is not None})
     if len(classifier.classes) == 10:

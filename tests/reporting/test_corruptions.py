@@ -219,7 +219,7 @@ def test_corruptions_agree_with_references(reference, size, channels, severities
 
 
 def test_noise_has_the_statistics_of_its_distribution():
-    """Of grey 0.4: Poisson, and as many black as white impulses."""
+    """For grey 0.4: shot noise is Poisson, and impulses are black or white equally often."""
     image = torch.full((1, 3, 224, 224), 102, dtype=torch.uint8)
     photons = parameters("shot_noise", 1, 224)[0]
     counts = (photons * corrupt(image, "shot_noise", 1).double() / 255).round().long()

@@ -164,7 +164,7 @@ def test_ones_change_no_bit_and_gates_scale_heads(name: str) -> None:
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
 @torch.no_grad()
-def test_a_model_without_some_patches_is_one_that_never_had_their_tokens(pool: str) -> None:
+def test_hiding_patches_equals_removing_their_tokens(pool: str) -> None:
     torch.manual_seed(0)
     model = ours(depth=3, reg_tokens=2, global_pool=pool, fc_norm=False).eval()
     for parameter in model.parameters():
@@ -189,7 +189,7 @@ def test_graph_depends_on_no_weight_and_names_no_code() -> None:
     assert content == graph("differential") and len(content) < 100_000 and b".py" not in content
 
 
-def test_run_can_be_run_at_the_last_steps_that_fit(
+def test_models_of_the_last_steps_that_fit_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_loop(small(tmp_path, train={"epochs": 2}, track={"probes": 2, "milestones": 5}))
@@ -233,7 +233,7 @@ def test_run_can_be_run_at_the_last_steps_that_fit(
             assert difference.abs().max() < 1e-2
 
 
-def test_a_model_that_the_page_cannot_run_says_why_and_ends_nothing(
+def test_a_model_that_cannot_be_exported_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: Classifier) -> bytes:

@@ -44,7 +44,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
 
 
 def begin(config: Config) -> Config:
-    """Leave what two processes have written that have begun a run."""
+    """Write the files of a run that two processes have begun."""
     run, weights = prepare_run(config, resume=False), {"w": torch.zeros(1)}
     save_checkpoint(run, Checkpoint(7, to_dict(config), ["a"], weights, environment=HOW))
     return config
@@ -61,7 +61,7 @@ OTHER_RUN = [
     ("optim", "layer_decay", 0.5),
 ]  # fmt: skip
 MINE, EAGER = {"model": {"attention": "mine.py:A"}}, {"train": {"compile": False}}
-# What a run was begun with, what it is to go on with, where; and why it is refused.
+# Settings at the start; settings and environment on resuming; the error, or None.
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]] = [
     ({}, {}, {}, None),
     ({}, {}, {"processes": 1}, r"processes: 2 -> 1.*--resume\.allow_changes"),
@@ -82,7 +82,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]]
 
 
 @pytest.mark.parametrize(("began", "goes_on", "where", "words"), CHANGES)
-def test_changes_are_refused_unless_allowed_and_always_those_of_another_run(
+def test_changes_need_permission_and_another_run_is_refused(
     began: dict[str, Any], goes_on: dict[str, Any], where: dict[str, Any], words: str | None,
     tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -69,7 +69,7 @@ def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_full_disk_ends_nothing_and_metrics_catch_up(tmp_path, capsys):
+def test_a_full_disk_loses_no_metrics(tmp_path, capsys):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -108,7 +108,7 @@ def test_attention_comes_after_the_curves_in_tensorboard_alone(tmp_path):
     ]  # fmt: skip
 
 
-def test_hyperparameters_are_those_of_the_run_and_leave_the_columns_to_tensorboard(tmp_path):
+def test_hyperparameters_are_logged_without_fixing_the_columns(tmp_path):
     tracker = Tracker(tmp_path)
     tracker.hyperparameters(
         {"optim.lr": 0.5, "train.compile": False, "data.name": "shapes", "x": None}

@@ -93,10 +93,8 @@ def train_loop(world: World, config: Config, at: int) -> None:
 @pytest.mark.parametrize(
     ("size", "at"), [(1, 5), (1, 15), pytest.param(2, 5, marks=pytest.mark.slow)]
 )
-def test_an_evaluation_that_a_signal_breaks_off_is_repeated(
-    size: int, at: int, tmp_path: Path
-) -> None:
-    """After an epoch and at the end: who sends SIGTERM may not wait for the rest of it."""
+def test_an_interrupted_evaluation_is_repeated(size: int, at: int, tmp_path: Path) -> None:
+    """After an epoch and at the end; it is not finished, because SIGKILL may follow SIGTERM."""
     for name, stops in (("alone", [0]), ("stopped", [at, 0])):
         config = small(tmp_path / name, BARE)
         Path(config.out).mkdir()
@@ -190,7 +188,7 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
     assert loop.step.state.seconds - before == pytest.approx(10 + 10 * (1 + 10))
 
 
-def image(state: TrainState) -> dict[str, Any]:
+def snapshot(state: TrainState) -> dict[str, Any]:
     """What a skipped step must leave alone."""
     values = state.state_dict()
     counts = ("step", "skipped", "skipped_in_a_row")
@@ -206,7 +204,7 @@ def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> 
     state = step.state
     images, targets = draw(8, 3, 32, 32, dtype=torch.float32), torch.eye(10)[torch.arange(8)]
     step.update(images, targets)  # so that optimizers have something to lose
-    before = image(state)
+    before = snapshot(state)
 
     def spoilt_gradient(images: Tensor) -> Tensor:
         logits = state.model(images)
@@ -225,7 +223,7 @@ def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> 
     result = replace(step, forward=forwards[what]).update(bad, targets)
     assert result.isnan().all()
     assert (state.step, state.skipped, state.skipped_in_a_row) == (2, 1, 1)
-    torch.testing.assert_close(image(state), before, rtol=0, atol=0)
+    torch.testing.assert_close(snapshot(state), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in state.model.parameters())
     step.update(images, targets)
     assert (state.step, state.skipped, state.skipped_in_a_row) == (3, 1, 0)
