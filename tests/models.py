@@ -15,7 +15,7 @@ from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
 
 PLAIN: dict[str, Any] = {"in_chans": 3}  # the other defaults are timm's
-# Settings of a tiny model with a linear stem, as of the command line.
+# Settings of a tiny model.
 ONE_BLOCK: dict[str, Any] = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8}
 
 
