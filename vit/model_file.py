@@ -93,7 +93,7 @@ class SavedModel(Classifier):
 
     @property
     def name(self) -> str:
-        """The name of the run folder or of the bundled model."""
+        """The name of the run folder or of the included model."""
         return self.run.name
 
     def with_progress(self, name: str | Path) -> str:
@@ -111,7 +111,7 @@ class SavedModel(Classifier):
 
 
 def load_saved(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
-    """Load a run folder, a model file, a checkpoint or a bundled model, see `vit.load`."""
+    """Load a run folder, a model file, a checkpoint or an included model, see `vit.load`."""
     path = _find_model(Path(name))
     about: Metadata
     if path.suffix == MODEL_SUFFIX:
@@ -200,7 +200,7 @@ def _at_most(count: int, device: str) -> Iterator[None]:
 
 
 def _find_model(path: Path) -> Path:
-    """Return the file of a run folder, a bundled model or a file; else ValueError."""
+    """Return the file of a run folder, an included model or a file; else ValueError."""
     bundled, is_folder = bundled_models(), path.is_dir() and not path.match(STEP_PATTERN)
     if is_folder and (path / MODEL_FILE).exists():
         return path / MODEL_FILE
@@ -217,7 +217,7 @@ def _find_model(path: Path) -> Path:
         names = [*bundled, *(file.name for file in path.parent.glob("*"))]
         raise ValueError(
             f"{path} does not exist; it must be a run folder, a model file, a folder saved by "
-            f"transformers (with config.json), or a bundled model: {', '.join(bundled)}"
+            f"transformers (with config.json), or an included model: {', '.join(bundled)}"
             f"{suggest(path.name, names)}"
         )
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, reading which may never end
@@ -226,7 +226,7 @@ def _find_model(path: Path) -> Path:
 
 
 def bundled_models() -> dict[str, Path]:
-    """Return the files of the bundled models, by name."""
+    """Return the files of the included models, by name."""
     return {file.stem: file for file in sorted(BUNDLED.glob(f"*{MODEL_SUFFIX}"))}
 
 

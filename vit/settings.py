@@ -207,7 +207,8 @@ def read_yaml(text: bytes | str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_TextLoader)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{source} is not YAML: {shorten(error, 200)}") from None
+        reason = shorten(str(error).replace('in "<byte string>", ', "in "), 200)
+        raise ValueError(f"{source} is not YAML: {reason}") from None
 
 
 @typing.dataclass_transform(

@@ -231,6 +231,45 @@ def test_sigmoid_and_differential_attention_get_one_remark(name: str) -> None:
     assert {key: row.result for key, row in found.items()} == {"rows of weights sum to 1": "remark"}
 
 
+def average(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """Uniform attention, which uses neither queries nor keys."""
+    weights = torch.full((*query.shape[:-1], key.shape[-2]), 1 / key.shape[-2])
+    return weights @ value, weights
+
+
+class TalkingHeads(nn.Module):
+    """Heads exchange weights (arXiv 2003.02436), with a bias as in CaiT."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads, self.mix = num_heads, nn.Linear(num_heads, num_heads)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
+        weights = self.mix(weights.movedim(1, -1)).movedim(-1, 1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class BareHead(nn.Module):
+    """A head's class without mask and dropout."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return average(query, key, value)
+
+
+def test_what_may_be_meant_is_no_failure_and_calls_say_what_is_passed() -> None:
+    rows = [row for attention in (average, TalkingHeads) for row in check(attention)]
+    assert "failed" not in {row.result for row in rows}
+    (row,) = check(BareHead)
+    assert "called with query, key, value, mask and dropout" in row.advice
+
+
 class PositionTable(nn.Module):
     """A bias for each offset, of more offsets than ten tokens have."""
 

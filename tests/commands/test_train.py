@@ -359,6 +359,10 @@ def test_a_stopped_run_says_how_to_resume(overwrite, saved, tmp_path, capsys):
     how = " without --overwrite" if overwrite else ""
     words = f"{how} to resume after step 5" if saved or not overwrite else " to start over"
     assert f"SIGINT: rerun the command{words}" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(SystemExit), explained(run, overwrite=False):
+        raise Stopped
+    assert "stopped by SIGINT: the run had finished" in capsys.readouterr().err
 
 
 def test_determinism_is_requested_and_lack_of_memory_explained(

@@ -123,9 +123,9 @@ WRONG = [
     (["path,label,split", *rows("a", ["train"]), "images/./0.png,a,test"], "0.png is listed twice"),
     (["path,label", *rows(["caf\u00e9"] * 2 + ["cafe\u0301"] * 2)], "two classes in ROOT are"),
     (["path,label,split", *rows("ab", ["train"] * 2)], "class a has 0 test images, class b has 0"),
-    (["path,label", "\udcff"], "is not a CSV file in UTF-8 ("),
-    (["path,label", "images/0.png,\udcff"], "is not a CSV file in UTF-8 ("),
-    (["path,label\udcff", *rows("ab")], "is not a CSV file in UTF-8 ("),
+    (["path,label", "\udcff"], "is not in UTF-8; save it"),
+    (["path,label", "images/0.png,\udcff"], "is not in UTF-8; save it"),
+    (["path,label\udcff", *rows("ab")], "is not in UTF-8; save it"),
 ]
 
 

@@ -736,7 +736,34 @@ MASKED = (
 )
 
 
+class OverQueries(Plain):
+    """A softmax over the queries, with its scores and dimension as keywords."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge(torch.softmax(input=q @ k.mT, dim=-2) @ v)
+
+
+def test_a_mask_keeps_the_dimension_of_the_softmax() -> None:
+    placed, shown = WholeAttention(OverQueries, D, 3, GRID, 1), torch.ones(N, N, dtype=torch.bool)
+    assert torch.equal(placed(tokens(), shown), placed(tokens()))
+    shown[:, 4] = False
+    weights = placed(tokens(), shown, need_weights=True)[1]
+    assert not weights[..., 4].any() and weights[..., 5].all()
+
+
+class ByHandAdded(ByHand):
+    """A mask that is added to the scores, with no softmax to mask instead."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT + (0 if mask is None else mask)).exp()
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.merge(weights @ v), weights
+
+
 @pytest.mark.parametrize(("module", "result", "words"), [
+    (ByHandAdded, "failed", "keep weight"),
     (TrueHides, "remark", "is inverted"), (OfKeys, "passed", ""), (Added, "passed", ""),
     (AddedCausal, "passed", ""),
 ])  # fmt: skip

@@ -43,7 +43,7 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run, unfinished_config
 from vit.training.build import build_step
 from vit.training.start import check_config
-from vit.training.state import build_state
+from vit.training.state import _load_pretrained, build_state
 
 pytestmark = pytest.mark.usefixtures("few_test_images")
 TINY = "vit_tiny_patch16_224"
@@ -418,11 +418,16 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     assert not head.bias.any()
 
 
-def test_weights_that_fit_another_size_of_images_are_one_line(tmp_path):
+def test_weights_that_fit_another_size_of_images_are_one_line(tmp_path, capsys):
     """As the table of a user's attention, which no rule resamples."""
     wrong = {"blocks.0.attn.attention.table": torch.zeros(2), "pos_embed": torch.zeros(1, 2, 24)}
     with pytest.raises(ValueError, match=r"^model\.pretrained: .* do not fit a model .*pos_embed"):
         build_state(begin(small(tmp_path)), 10, weights=wrong)
+    model = nn.Linear(2, 2)
+    model.register_buffer("future", torch.zeros(2))  # as a causal mask, which is built
+    _load_pretrained(model, {"future": torch.ones(3), "bias": torch.ones(2)})
+    assert model.bias.tolist() == [1, 1] and model.future.tolist() == [0, 0]
+    assert "new for images of this size: future" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", [".", "checkpoints/step_00000003.pt"])

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import timm
 import torch
 import yaml
 from huggingface_hub import snapshot_download
@@ -90,6 +91,11 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     assert "Not measured." in card(flip=True)  # not as the code in the card classifies
     assert "Not measured." in card(weights="0")  # of another model in this folder
     assert "Not measured." not in card(weights=weights_digest(saved.model))
+    assert "A Vision Transformer with" in text and "classifier.explain" in text
+    config = dataclasses.replace(config, model=ModelConfig(name="timm:test_resnet"))
+    network = timm.create_model("test_resnet", num_classes=10).eval()
+    text = model_card(dataclasses.replace(saved, model=network, config=config))
+    assert "A test_resnet with" in text and "explain" not in text and "Transformer" not in text
 
 
 # Bundled models.

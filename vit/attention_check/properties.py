@@ -54,8 +54,8 @@ def properties(attention: Attention) -> Iterator[Row]:
     yield _sums(seen)
     pair = match_projections(seen)
     yield check_scale(pair)
-    yield _permutation(subject, tokens, seen)
-    yield _independence(subject, tokens, seen)
+    yield (permutation := _permutation(subject, tokens, seen))
+    yield _independence(subject, tokens, seen, permutation.result == "passed")
     yield _mask(subject, tokens, seen)
     yield _dropout(subject, tokens, seen, drop)
     yield _residual(subject, tokens)
@@ -131,6 +131,7 @@ def _sums(seen: Watch) -> Row:
         return judge(what, is_wrong, advice, number, is_choice=True)
     if axis:
         advice = f"softmax runs over the {axis} (dim={axes[axis]}); use dim=-1, over the keys"
+        advice += ", of weights (queries, keys)" if axis == "queries" else ""
     elif seen.softmaxed == seen.weights.numel():
         advice = "something changes the weights after the softmax"
     else:
@@ -163,8 +164,11 @@ def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
     return any(bool(change.abs().max() > CLOSE) for change in changes)
 
 
-def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
-    """Check that a column of a projection, or the part of a head, changes the weights of one."""
+def _independence(subject: Subject, tokens: Tensor, seen: Watch, keeps_tokens: bool) -> Row:
+    """Check that a column of a projection, or the part of a head, changes the weights of one.
+
+    If tokens are kept apart, heads that are mixed may be meant.
+    """
     what, heads = "heads are independent", subject.num_heads
     first, *others = seen.weights.unbind(dim=1)
     varies = bool((first[0] - first[1]).abs().max() > CLOSE)
@@ -182,8 +186,9 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         changed = int(((weights - seen.weights).abs().amax(dim=(0, 2, 3)) > CLOSE).sum())
         if changed:
             effect = f"a part of a projection changes {changed} of {heads}"
-            advice = "heads are mixed: each needs its own part of queries and keys"
-            return judge(what, changed != 1, advice, effect)
+            advice = "heads are mixed: each needs its own part of queries and keys, unless heads "
+            advice += "exchange scores or weights, as talking heads do"
+            return judge(what, changed != 1, advice, effect, is_choice=keeps_tokens)
     return Row(what, "unknown", "", "no projection changes the weights")
 
 
@@ -192,9 +197,8 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     own = subject if isinstance(subject, WholeAttention) else subject.attention
     if getattr(own, "mask_name", "") is None and not getattr(own, "has_softmax", False):
         return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")
-    keep = torch.ones(B, 1, N, dtype=torch.bool)
-    for image in range(B):
-        keep[image, 0, image : image + 3] = False
+    place = torch.arange(N) - torch.arange(B)[:, None, None]
+    keep = (place < 0) | (place > 2)  # (B, 1, N): three keys of each image are hidden
     # Rows that attend to hidden keys only, as those of causal attention may, have no right result.
     usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
     attend, mask = _masking(subject, tokens, keep, usual)
@@ -210,9 +214,13 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     hidden, shown = ((weights * (m[:, None] & usual)).abs() for m in (~keep, keep))
     by_image = hidden.amax(dim=(1, 2, 3))
     sums = (weights - seen.weights).sum(dim=-1, keepdim=True)
+    is_one = bool((seen.weights.sum(dim=-1) - 1).abs().max() < CLOSE)
     after = "the mask is applied after the softmax, so rows do not sum to 1; mask the scores"
     advice = ""
     inverted = "the mask is inverted: it is True where a query may attend; hide mask == 0"
+    if whole:
+        inverted += ". As in torch.nn.MultiheadAttention, it is True where a key is hidden; that "
+        inverted += "does not matter, because a model masks the softmax"
     if torch.allclose(weights, seen.weights):
         unchanged = torch.allclose(masked.output, seen.output)
         advice = "the mask is ignored" if unchanged else after
@@ -222,7 +230,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "the mask of one image is used for others: it has a row for each image"
     elif by_image.max() > HIDDEN:
         advice = "hidden keys keep weight: fill their scores with -1e9 before the softmax"
-    elif seen.scores is not None and (sums * usual).abs().max() > 0.01:
+    elif seen.scores is not None and is_one and (sums * usual).abs().max() > 0.01:
         advice = after
     if advice:
         result: Any = "remark" if whole and advice is inverted else "failed"  # as torch's module
@@ -296,7 +304,8 @@ def _residual(subject: Subject, tokens: Tensor) -> Row:
         return Row(what, "unknown", "", "it has no softmax to mute")
     far = (first.output - other.output).abs().max().item()
     if far > CLOSE:
-        advice = "the output contains the input: an encoder block adds it again"
+        advice = "the output contains the input, which an encoder block adds again, or weights get "
+        advice += "a bias after the softmax"
         return Row(what, "remark", f"without attention, it changes by {far:.2g}", advice)
     output = Watch.run(subject, 10 * tokens).output
     normal = output.mean(-1).abs().max() < CLOSE and (output.std(-1, False) - 1).abs().max() < 0.01
@@ -325,4 +334,5 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         if not learns:
             idle.append(name.removeprefix("module."))
     advice = f"{', '.join(idle)} get no gradient, or only a part: it is not used, or detached"
-    return judge(what, bool(idle), advice)
+    is_constant = torch.equal(Watch.run(subject, 2 * tokens).weights, seen.weights)
+    return judge(what, bool(idle), advice, is_choice=is_constant)  # as in uniform attention

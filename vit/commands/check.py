@@ -17,7 +17,7 @@ from vit.console import printable, say, shorten
 from vit.files import require_file, write_json
 from vit.model.arguments import Attention, with_all_arguments
 from vit.model.variants import attention_of, load_attention
-from vit.model.whole_attention import build_attention
+from vit.model.whole_attention import build_attention, is_whole
 from vit.reporting.loading import require_replaceable
 from vit.seeding import generator
 from vit.settings import parse
@@ -67,6 +67,9 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
             rows.extend([cost(attention)] if with_cost else [])
     except Exception as error:  # whatever their code raises
         reason = f"{type(error).__name__}: {shorten(error, 300)} ({place_of(error, attention)})"
+        if not is_whole(attention):
+            reason += "; called with query, key, value, mask and dropout, it must return the "
+            reason += "output and the attention weights"
         rows.append(Row("can be called", "failed", "", reason))
     return rows
 

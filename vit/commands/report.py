@@ -47,6 +47,9 @@ def evaluate(
         ValueError: The images cannot be read, or have other classes.
     """
     if not isinstance(images, ImageSet):
+        kind = type(images).__name__
+        fits = images is None or isinstance(images, str | Path)
+        require(fits, "images", kind, "a folder, an ImageSet or None")
         images = load_test(require_loaded(classifier), None if images is None else str(images))
     allowed = f"those of the model, in its order: {join(classifier.classes)}"
     require(images.classes == classifier.classes, "classes", join(images.classes), allowed)

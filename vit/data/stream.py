@@ -38,7 +38,7 @@ from vit.hardware import PROCESSES, local_processes, usable_cores
 FEW = 200  # files; starting processes takes longer than reading fewer
 FIRST_BYTES = 4096  # of a file, which tell nearly all files of a size apart
 AT_ONCE = 32  # files that a worker decodes in one go where all files are read
-UNREADABLE = "restore, replace or delete it, or train with --data.on_bad_image skip"
+UNREADABLE = "restore, replace or delete it; training skips it with --data.on_bad_image skip"
 MOST_WORKERS = 16  # unless data.workers says otherwise
 
 ImageFile = str | TarMember

@@ -91,6 +91,8 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
                     raise ValueError(f"data.root: {file}, line {reader.line_num}: {wrong[0]}")
                 seen.add(target)
                 rows[path] = values[LABEL], part
-    except (UnicodeError, csv.Error) as error:
-        raise ValueError(f"data.root: {file} is not a CSV file in UTF-8 ({error})") from None
+    except UnicodeError:
+        raise ValueError(f"data.root: {file} is not in UTF-8; save it as UTF-8") from None
+    except csv.Error as error:
+        raise ValueError(f"data.root: {file} is not a CSV file ({error})") from None
     return rows

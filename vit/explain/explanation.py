@@ -127,10 +127,11 @@ class Explanation:
         return np.array(picture)
 
     def save(self, path: str | Path) -> None:
-        """Write the sheet to a file; its suffix chooses the format, e.g. .png or .pdf."""
+        """Write the sheet to a file, whose suffix chooses the format, e.g. .png, and its folder."""
         formats, suffix = Image.registered_extensions(), Path(path).suffix.lower()
         is_writable = formats.get(suffix) in Image.SAVE
         require(is_writable, "path", path, "a picture, such as sheet.png")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open_atomically(Path(path)) as file:
             self.sheet().save(file, formats[suffix], dpi=(200, 200))
 

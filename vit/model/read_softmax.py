@@ -51,9 +51,12 @@ class ReadSoftmax(TorchFunctionMode):
         if given.shape[-2:] != self.size[2:]:
             self.other = given.shape
             return func(*args, **kwargs)
-        mask = self._mask_of(given)
-        weights = func(*args, **kwargs) if mask is None else masked_softmax(given, mask)
-        return self._gated(weights)
+        if (mask := self._mask_of(given)) is None:
+            return self._gated(func(*args, **kwargs))
+        # As `masked_softmax`, but along the dimension of the call.
+        scores = given.masked_fill(~mask, torch.finfo(given.dtype).min)
+        options = {key: value for key, value in kwargs.items() if key != "input"}
+        return self._gated(func(scores, *args[1:], **options).masked_fill(~mask, 0.0))
 
     def _mask_of(self, scores: Tensor) -> Tensor | None:
         """Return the mask of scores, in their shape."""

@@ -34,8 +34,10 @@ HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
 DROPOUTS = (
     "dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop",
     "resid_pdrop", "resid_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob",
+    "drop_rate",
 )  # fmt: skip
 LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
+KNOWN = f"{', '.join(WIDTHS[:3])} (width), {HEADS[0]}, {HEAD_WIDTHS[0]}, dropout or {LENGTHS[0]}"
 CONFIGS = ("config", "cfg", "args")  # an object or a dictionary with all of these
 # Fields of `ModelConfig`, their defaults, and what constructors call them if they take them; rates
 # of dropout have other names in `MultiHeadSelfAttention`.
@@ -50,9 +52,12 @@ Module = TypeVar("Module", bound=nn.Module)
 class Fields(dict[str, Any]):
     """A config whose values constructors read as attributes or as keys."""
 
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name} is not known in a config; call it {KNOWN}")
+
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(name)
+            raise AttributeError(f"{name} is not known in a config; call it {KNOWN}")
         return self[name]
 
 
@@ -187,8 +192,7 @@ class WholeAttention(nn.Module):
             if parameter.name not in values and is_required(parameter):
                 raise ValueError(
                     f"attention: the constructor of {name} takes {parameter.name}, which is not "
-                    f"known here; give it a default, or call it {', '.join(WIDTHS[:3])} (width), "
-                    f"{HEADS[0]}, {HEAD_WIDTHS[0]}, {DROPOUTS[0]} or {LENGTHS[0]}"
+                    f"known here; give it a default, or call it {KNOWN}"
                 )
         self.module = attention(**accepted_arguments(attention, values))
         self.num_heads, self.num_prefix_tokens = num_heads, num_prefix_tokens

@@ -14,7 +14,7 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Sav
 
     Args:
         name: Run folder (its finished model, or else its newest checkpoint), model.safetensors,
-            checkpoint, bundled model such as "cifar10", folder of a classifier as transformers
+            checkpoint, included model such as "cifar10", folder of a classifier as transformers
             saves it, or "hf-hub:OWNER/NAME" on the Hugging Face Hub.
         device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
         precision: "auto" (float32, like exports), "float32" or "bfloat16".

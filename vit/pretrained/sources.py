@@ -112,7 +112,7 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
 
 
 def _from_own(name: str, path: Path) -> Pretrained:
-    """Read a run folder, a model file, a checkpoint or a bundled model."""
+    """Read a run folder, a model file, a checkpoint or an included model."""
     try:
         saved = load_saved(path, "cpu", "float32")
     except ValueError as error:

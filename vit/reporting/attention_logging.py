@@ -116,13 +116,13 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     room /= LOGGED_IMAGES * (1 + tokens / 1000)  # maps grow by the square of the tokens
     number = min(track.probes, max(1, int(room / 2)))
     count = min(track.milestones, max(1, int(room / number)))
-    if count * number < track.milestones * track.probes:
-        less = f"{counted(number, 'image')} at {counted(count, 'step')}"
-        more = f"{track.probes} at {track.milestones} would take over a tenth of the run"
+    steps, wanted = (Milestones(setup.length, n) for n in (count, track.milestones))
+    if (number, len(steps)) != (track.probes, len(wanted)):
+        less = f"{counted(number, 'image')} at {counted(len(steps), 'step')}"
+        more = f"{track.probes} at {len(wanted)} would take over a tenth of the run"
         note(f"attention is logged for {less}; {more}")
     # Training images may be stored larger than the model takes them.
     probes = choose_images(images, number, seed).resized(setup.preprocess)
-    steps = Milestones(setup.length, count)
     live = LiveLog(track.live_mb, len(steps)) if track.live_mb else None
     # Classifying an image takes a third of the products of a training step.
     heads = sum(block.attn.num_heads for block in model.blocks)

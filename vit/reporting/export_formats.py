@@ -173,7 +173,10 @@ def to_onnx(
     try:
         converted = torch.onnx.export(program, dynamo=True, verbose=False, **names, **options)
     except torch.onnx.OnnxExporterError as error:
-        reason = shorten(error, 300)
+        cause: BaseException = error  # the first error says why
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = f"{type(cause).__name__}: {shorten(cause, 300)}"
         raise ValueError(f"export: torch.onnx does not support this model: {reason}") from error
     assert converted is not None
     return converted

@@ -98,13 +98,15 @@ def model_card(saved: SavedModel) -> str:
         base = source.removeprefix(TIMM).removeprefix(HUB).partition("@")[0]
         metadata["base_model"] = base if "/" in base else f"timm/{base}"
     template = Template(Path(__file__).with_suffix(".md").read_text("utf-8"))
-    attention = saved.config.model.attention
+    attention, name = saved.config.model.attention, saved.config.model.name
     load = f"vit.load_attention({json.dumps(attention)})  # a file of your own: upload it, too\n"
     return template.substitute(
         attention=f"\n{load}" if is_in_file(attention) else "",
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=markdown(saved.name),
         place=json.dumps(f"{HUB}OWNER/{saved.name}"),
+        kind="Vision Transformer" if name == "vit" else markdown(name.removeprefix(TIMM)),
+        explain='classifier.explain("photo.jpg")  # what it attends to\n' if saved.has_maps else "",
         weights=f"{sum(weight.numel() for weight in saved.model.parameters()):,}",
         size=sides((*saved.preprocess.image_size, saved.preprocess.channels)),
         count=len(saved.classes),

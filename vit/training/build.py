@@ -179,7 +179,7 @@ def _fit_budget(
     state, track, seconds = step.state, run.config.track, deadline(run.config)
     assert seconds is not None, "there is a budget"
     before = copy.deepcopy(state.state_dict())
-    costs = time_phases(step, training, seconds / 4)
+    costs = time_phases(step, training, (begin + seconds - time.perf_counter()) / 4)
     state.load_state_dict(before)
     length = state.length
     length.costs = costs
@@ -198,7 +198,8 @@ def time_phases(
 ) -> tuple[tuple[float, float], ...]:
     """Time steps in each phase of a run, for `Length.costs`; changes the state.
 
-    A phase takes at most about `seconds`, or two steps, of which the second is timed.
+    All phases together take at most about `seconds`, or two steps each, of which the second is
+    timed.
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     # Skip the batch that each worker prepares in advance.
@@ -208,8 +209,8 @@ def time_phases(
     schedule = dataclasses.replace(step.schedule, length=Length(TRIAL_LENGTH))
     trial = dataclasses.replace(step, schedule=schedule)
     draw = generator(step.seed, "trial")
-    costs, end = [], 0.0
-    for phase in schedule.phases():
+    costs, end, phases = [], 0.0, schedule.phases()
+    for phase in phases:
         trial.state.step = phase.start
         shape = (warmup + timed, schedule.batch_size)
         indices = torch.randint(len(training), shape, generator=draw)
@@ -218,7 +219,8 @@ def time_phases(
             result = trial(*batch)
             if number == 2:  # the first one may compile
                 result.sum().item()  # waits for the device
-                if step.world.agree((time.perf_counter() - begin) * len(indices) > seconds):
+                needed = (time.perf_counter() - begin) * len(indices)
+                if step.world.agree(needed > seconds / len(phases)):
                     break
             if number in (1, warmup):
                 result.sum().item()

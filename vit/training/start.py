@@ -44,7 +44,7 @@ from vit.model.timm_model import timm_name
 from vit.model.variants import attention_code, is_edited
 from vit.pretrained.adapt import Pretrained, with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, read_step, step_of
-from vit.run.folder import check_run, lock_run, unfinished_config
+from vit.run.folder import MODEL_FILE, check_run, lock_run, unfinished_config
 from vit.settings import check
 from vit.training.schedule import scaled_size
 
@@ -137,8 +137,11 @@ def explained(run: Run, overwrite: bool) -> Iterator[None]:
         if saved := _checkpoints(run) - replaced:
             flags, (step, _) = "without --overwrite " if overwrite else "", max(saved)
             advice = f"{flags}to resume after step {step:,}"
+        advice = f"rerun the command {advice}"
+        if saved and (run.folder / MODEL_FILE).exists():
+            advice = "the run had finished"
         stop = signal.Signals(run.stop.signal)
-        note(f"stopped by {stop.name}: rerun the command {advice}")
+        note(f"stopped by {stop.name}: {advice}")
         raise SystemExit(128 + stop) from None
     except Diverged as error:  # in all processes, with the same numbers
         note(f"error: {error}")

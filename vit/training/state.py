@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
-from vit.console import say, shorten
+from vit.console import note, say, shorten
 from vit.data.images import ImageSet
+from vit.data.layout import join
 from vit.distributed.shard import gathered, needs_shards, shard, to_local
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import classifier_layers
@@ -149,7 +150,11 @@ class TrainState:
 
 
 def _load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load weights, of which a new head has none."""
+    """Load weights, of which a new head has none; buffers of another size stay as built."""
+    sizes = {key: buffer.shape for key, buffer in model.named_buffers()}
+    if other := [key for key in weights.keys() & sizes if weights[key].shape != sizes[key]]:
+        note(f"model.pretrained: new for images of this size: {join(sorted(other))}")
+        weights = {key: weight for key, weight in weights.items() if key not in other}
     try:
         model.load_state_dict(weights, strict=False)
     except RuntimeError as error:  # such as a table of the user's attention for another grid
