@@ -222,7 +222,8 @@ def test_file_follows_the_system_and_connects_to_nothing(browser, run):
             add("img", { src: "https://example.org/x.png" });
             add("script", { text: "window.injected = true" });
             add("iframe", { src: "https://example.org" });
-            while (found.length < 4) await new Promise((done) => setTimeout(done, 20));
+            for (let wait = 0; found.length < 4 && wait < 500; wait++)
+                await new Promise((done) => setTimeout(done, 20));
             return [found.sort(), window.injected];
         }"""
     )

@@ -83,6 +83,3 @@ def test_pointing_game_by_hand():
         ([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], 1 / 2),
     ):
         assert pointing_game(torch.tensor([one_map]), mask).item() == pytest.approx(expected)
-
-
-# The benchmark.
