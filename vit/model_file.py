@@ -214,11 +214,11 @@ def _find_model(path: Path) -> Path:
             "config.json of a model that transformers saved"
         )
     if not path.exists():
-        names = [*bundled, *(file.name for file in path.parent.glob("*"))]
+        names = [*bundled, *map(str, path.parent.glob("*"))]
         raise ValueError(
             f"{path} does not exist; it must be a run folder, a model file, a folder saved by "
             f"transformers (with config.json), or an included model: {', '.join(bundled)}"
-            f"{suggest(path.name, names)}"
+            f"{suggest(str(path), names)}"
         )
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, reading which may never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")

@@ -83,7 +83,10 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> tuple[Config,
     plans = {}
     for epochs in sorted({float(start) for file in files for start in file.get("budgets", {})}):
         values = _merge([*(_at_epochs(file, epochs) for file in files), flags])
-        plan = Config(**{**values, "data": config.data, "out": config.out})
+        try:
+            plan = Config(**{**values, "data": config.data, "out": config.out})
+        except ValueError as error:  # of what only the budgets say
+            raise ValueError(f"budgets: {epochs:g}: {error}") from None
         for key in ("name", "pretrained"):  # they decide what is read before steps are timed
             value, usual = getattr(plan.model, key), getattr(config.model, key)
             require(value == usual, f"budgets: model.{key}", value, f"{usual}, as without budgets")

@@ -219,7 +219,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     advice = ""
     inverted = "the mask is inverted: it is True where a query may attend; hide mask == 0"
     if whole:
-        inverted += ". As in torch.nn.MultiheadAttention, it is True where a key is hidden; that "
+        inverted = "the mask is inverted: True hides a key, as in torch.nn.MultiheadAttention. It "
         inverted += "does not matter, because a model masks the softmax"
     if torch.allclose(weights, seen.weights):
         unchanged = torch.allclose(masked.output, seen.output)
