@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 from vit.commands.train import train
 from vit.config import Config, to_dict
-from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
+from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_paths, latest_checkpoint, step_of
 from vit.run.sharded import read_whole
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
@@ -56,6 +56,11 @@ LONGEST_LIFE = 2.5  # maximum seconds before a process is killed
 LONGEST_LIFE_OF_TORCHRUN = 12.0  # half of them for imports
 MOST_EPOCHS = 4  # maximum progress of a process, so that the run outlives all kills
 DEADLINE = 120.0  # maximum seconds to wait for an expected event
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """List the steps of a run's checkpoints, oldest first."""
+    return [step_of(path) for path in checkpoint_paths(run)]
 
 
 def small_config(out: Path, epochs: int) -> Config:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from benchmarks.scale.soak import checkpoint_steps
 from small_runs import (
     STEPS,
     Clock,
@@ -156,10 +157,6 @@ def test_test_images_are_read_once_and_last(finished: SimpleNamespace) -> None:
     assert finished.order == ["training images", *["step"] * STEPS, "test images"]
 
 
-def steps_of(run: Path) -> list[int]:
-    return [int(path.stem[5:]) for path in sorted((run / "checkpoints").iterdir())]
-
-
 def clock_of_steps(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], float]) -> Clock:
     """Let training read a clock on which a step takes `seconds` of the time at which it begins."""
     clock = Clock(0.0)
@@ -194,7 +191,7 @@ def test_budget_sets_the_schedule_and_a_resumed_run_is_what_it_would_have_been(
     # time: of 25,920 seconds left, 25 steps are made.
     assert "steps    25 with" in capsys.readouterr().out
     assert clock.now == (2 * 3 + 28) * 1000.0
-    assert steps_of(tmp_path / "run")[-2:] == [25, 28]
+    assert checkpoint_steps(tmp_path / "run")[-2:] == [25, 28]
     rates = {row["step"]: row["train/lr"] for row in metrics(tmp_path / "run") if "train/lr" in row}
     assert rates[28] == pytest.approx(2e-3 * (22 / 25) / 24)
     report = json.loads((tmp_path / "run/eval/report.json").read_text())
@@ -212,7 +209,7 @@ def test_budget_sets_the_schedule_and_a_resumed_run_is_what_it_would_have_been(
         watch_updates(patch, fail)
         train(replace(config, out=str(right)))
     train(replace(config, out=str(right)))
-    assert steps_of(right)[-2:] == [25, 28]
+    assert checkpoint_steps(right)[-2:] == [25, 28]
     before, after = (load_file(run / "model.safetensors") for run in (left, right))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
@@ -269,7 +266,7 @@ def test_the_epochs_that_a_budget_buys_choose_its_settings(
         assert not run.exists()
         train(config, plans=plans)
         stored = Config(**yaml.safe_load((run / "config.yaml").read_text()))
-        assert (stored.augment.crop_padding, steps_of(run)[-1]) == (crop, steps)
+        assert (stored.augment.crop_padding, checkpoint_steps(run)[-1]) == (crop, steps)
         change = "budget   9.8 epochs fit without changes, so augment.crop_padding: 0 -> 3\n"
         assert (change in capsys.readouterr().out) == (crop == 3)
     before = load_file(run / "model.safetensors")

@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.scale.soak import checkpoint_steps
 from small_runs import assert_same_state, begin, deadline, is_alive, make_loop, run_loop, small
 from vit.cli import user_errors
 from vit.commands.train import load_data
@@ -33,7 +34,6 @@ from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
 from vit.distributed.world import Stopped, World, stop_on_signals
 from vit.hardware import PROCESSES, usable_cores
-from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import check_run, prepare_run
 from worlds import in_world
 

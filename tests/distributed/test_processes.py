@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from benchmarks.scale import soak
+from benchmarks.scale.soak import checkpoint_steps
 from small_runs import assert_same, command, is_alive, small, start, wait
 from vit.commands.train import train
 from vit.config import Config
 from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
-from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.run.checkpoint import latest_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.start import check_processes, choose_processes, on_all_cores
 from worlds import in_world, train_whole

@@ -15,6 +15,7 @@ import safetensors.torch
 import timm
 import torch
 
+from benchmarks.scale.soak import checkpoint_steps
 from small_runs import Payload, changed
 from vit.classifier import Classifier, build_model
 from vit.config import Config, to_dict
@@ -24,7 +25,6 @@ from vit.model_file import save_model
 from vit.pretrained.load import load as load_model
 from vit.run.checkpoint import (
     Checkpoint,
-    checkpoint_steps,
     latest_checkpoint,
     read_checkpoint,
     save_checkpoint,

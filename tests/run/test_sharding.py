@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from benchmarks.scale.soak import checkpoint_steps
 from small_runs import CPU, UNIFORM, StopAt, changed, load, make_step, small
 from vit.config import Config, StoredConfig, to_dict
 from vit.distributed.shard import needs_shards, replicate, to_full
@@ -22,7 +23,6 @@ from vit.pretrained.load import load as load_model
 from vit.run.checkpoint import (
     Checkpoint,
     checkpoint_paths,
-    checkpoint_steps,
     latest_checkpoint,
     read_checkpoint,
 )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
+from benchmarks.scale.soak import checkpoint_steps
 from models import draw
 from small_runs import (
     NO_DROPOUT,
@@ -39,7 +40,7 @@ from vit.data.datasets import choose_images
 from vit.data.images import ImageSet
 from vit.distributed.world import Diverged, Stopped, World, stop_on_signals
 from vit.evaluation import Validation, evaluate, with_statistics
-from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.run.checkpoint import latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep

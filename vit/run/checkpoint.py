@@ -144,11 +144,6 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / CHECKPOINT_FOLDER / f"step_{step:08d}"
 
 
-def checkpoint_steps(run: Path) -> list[int]:
-    """List the steps of a run's checkpoints, oldest first."""
-    return [step_of(path) for path in checkpoint_paths(run)]
-
-
 def step_of(path: Path) -> int:
     """Return the step of a checkpoint, by its name."""
     return int(path.stem.removeprefix("step_"))
