@@ -58,6 +58,12 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     "causal": (MASK, "scores = scores + torch.full((N, N), -1e9).triu(1)", "permuting", "causal"),
     "mask ignored": (MASK, "", "mask", "is ignored"),
     "mask inverted": ("mask == 0", "mask == 1", "mask", "is inverted"),
+    "mask inverted, and added masks": ("mask == 0", "mask != 0", "mask", "is inverted"),
+    "detached after norms": (
+        "q @ k.transpose(-2, -1)",
+        "F.normalize(q.detach(), dim=-1) @ F.normalize(k.detach(), dim=-1).transpose(-2, -1)",
+        "all weights", "get no gradient",
+    ),
     "mask of the first image": ("mask == 0", "mask[:1] == 0", "mask", "of one image"),
     "mask too weak": ("-1e9", "-1.0", "mask", "keep weight"),
     "mask after the softmax": (
@@ -160,9 +166,15 @@ def test_each_planted_fault_is_reported_in_its_row(fault: str, tmp_path: Path) -
     ("\n    def forward", "\n        nn.init.zeros_(self.out.weight)\n    def forward"),
     ("super().__init__()", "super().__init__()\n        self.out = nn.Linear(dim, dim)"),
     (SPLIT, ".view(B, N, self.d, self.num_heads).permute(0, 3, 1, 2)"),
+    (
+        f"{MASK}\n        weights = torch.softmax(scores, dim=-1)",
+        "weights = torch.softmax(scores, dim=-1)\n        if mask is not None:\n"
+        "            weights = weights * mask\n"
+        "            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)",
+    ),
 ])  # fmt: skip
 def test_equivalent_implementations_pass(old: str, new: str, tmp_path: Path) -> None:
-    """Zeros at the start, layers in another order, and interleaved heads."""
+    """Zeros at the start, layers in another order, interleaved heads, and weights masked alike."""
     results = {row.result for row in check(define(tmp_path, RIGHT.replace(old, new)))}
     assert old in RIGHT and results <= {"passed", "unknown"}
 

@@ -157,7 +157,7 @@ def test_a_group_of_one_run_and_runs_that_differ_are_pointed_out(compared: Any) 
     assert "no test: one run" in text
     assert "cls_long/model.safetensors differs from " in text
     (line,) = content["over_runs"]["notes"]  # of no other run, and of nothing else
-    assert line.endswith("in more than the seed: optim.lr: 0.002 -> 0.01")
+    assert line.endswith("in more than the seed: optim.lr: 0.002 to 0.01")
     # The same runs divided in another way have a folder of their own.
     compared("cls_0 cls_1 -- cls_long avg_0")
 

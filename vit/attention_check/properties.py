@@ -210,7 +210,7 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = f"fails with a boolean mask, {shapes}: "
         advice += f"{type(error).__name__}: {shorten(error, 200)}"
         return Row("mask", "remark" if whole else "failed", "", advice)
-    weights = masked.weights
+    weights = _masked_weights(subject, tokens, keep, masked)
     hidden, shown = ((weights * (m[:, None] & usual)).abs() for m in (~keep, keep))
     by_image = hidden.amax(dim=(1, 2, 3))
     sums = (weights - seen.weights).sum(dim=-1, keepdim=True)
@@ -242,6 +242,16 @@ def _mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     return judge("mask", is_wrong, advice, "hidden keys get no weight", is_choice=True)
 
 
+def _masked_weights(subject: Subject, tokens: Tensor, keep: Tensor, masked: Watch) -> Tensor:
+    """Return weights under a mask, which a module may mask itself if its output is right."""
+    if isinstance(subject, WholeAttention) and subject.has_softmax:
+        with torch.no_grad():
+            output, weights = subject.attend(tokens, allowed=keep[:, None])
+        if torch.allclose(masked.output, output, atol=CLOSE):
+            return weights
+    return masked.weights
+
+
 def _masking(subject: Subject, tokens: Tensor, keep: Tensor, usual: Tensor) -> tuple[Any, Tensor]:
     """Return a function that attends with a mask, and the mask in a form that it takes.
 
@@ -259,9 +269,11 @@ def _masking(subject: Subject, tokens: Tensor, keep: Tensor, usual: Tensor) -> t
     taken = []
     for mask in (pairs[:, None], pairs, keep[:, 0], added):
         with contextlib.suppress(Exception):  # the user's code may raise anything
-            weights = Watch.run(attend, tokens, mask).weights
+            weights = (Watch.run(attend, tokens, mask).weights * usual).abs()
             taken.append(mask)
-            if (weights * usual).abs()[~pairs[:, None].expand_as(weights)].max() <= HIDDEN:
+            shown = pairs[:, None].expand_as(weights)
+            inverts = mask is not added and weights[shown].max() < CLOSE
+            if inverts or weights[~shown].max() <= HIDDEN:
                 return attend, mask
     return attend, taken[0] if taken else pairs
 
@@ -320,7 +332,8 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "a projection is no part of the module, so it never learns: keep layers in an "
         return Row(what, "failed", "", advice + "attribute or an nn.ModuleList, not in a list")
     learner = copy_module(subject)
-    learner(tokens.clone().requires_grad_()).square().sum().backward()
+    # With both signs, so that some tokens pass any activation.
+    learner(torch.cat([tokens, -tokens]).requires_grad_()).square().sum().backward()
     # Few tokens use few rows of a table. The bias of keys changes all scores of a row alike, so it
     # never has a gradient.
     projections = {id(matrix) for matrix in seen.matrices}
@@ -334,5 +347,5 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         if not learns:
             idle.append(name.removeprefix("module."))
     advice = f"{', '.join(idle)} get no gradient, or only a part: it is not used, or detached"
-    is_constant = torch.equal(Watch.run(subject, 2 * tokens).weights, seen.weights)
+    is_constant = torch.equal(Watch.run(subject, tokens * tokens.flip(1)).weights, seen.weights)
     return judge(what, bool(idle), advice, is_choice=is_constant)  # as in uniform attention

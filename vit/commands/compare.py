@@ -131,7 +131,8 @@ def _compare_groups(
             changes = changed_keys(to_dict(first.config), to_dict(saved.config))
             if more := [key for key in changes if not key.startswith(("out: ", "train.seed: "))]:
                 both = f"{saved.path} differs from {first.path} in more than the seed"
-                notes.append(f"{both}: {shorten('; '.join(more), 200)}")
+                changed = "; ".join(more).replace(" -> ", " to ")  # which Markdown does not escape
+                notes.append(f"{both}: {shorten(changed, 200)}")
         runs = sorted((row["seed"], row["name"], row["accuracy"]) for row in rows[part])
         seeds, names, values = zip(*runs, strict=True)
         samples.append(torch.tensor(values, dtype=torch.float64))
