@@ -214,6 +214,18 @@ def test_budget_sets_the_schedule_and_a_resumed_run_is_what_it_would_have_been(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_phases_share_the_time_in_which_steps_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 1,000 seconds; 3 of one phase fit into a quarter of 17,460, of two only 2."""
+    clock_of_steps(monkeypatch, lambda _: 1000.0)
+    few_trials(monkeypatch)
+    budget = {"budget_minutes": 300.0, "compile": False}
+    run = begin(small(tmp_path, train=budget, track={"probes": 0}, model={"patch_size": 8}))
+    _, step = build.build_step(run, trainer.load_data(run)[0])
+    assert step.state.length.total_steps == 17 - 2 * 2
+
+
 LOADS: dict[str, tuple[Callable[[float], float], float]] = {  # by done fraction of the budget
     "idle": (lambda _: 1, 0.03),
     "busy, then idle": (lambda done: 2 if done < 0.3 else 1, 0.08),
