@@ -90,7 +90,7 @@ def test_the_released_function_is_what_torchs_kernel_computes(device, dtype, lim
         assert_close(ours, kernels, rtol=0, atol=limit * kernels.abs().max().item())
     # If this fails after a change of attention.py, RELEASED in fused_kernel.py is to follow.
     function = attention.scaled_dot_product_attention
-    assert fused_kernel.uses_fused_kernel(function, torch.device("cpu"), torch.float32)
+    assert fused_kernel.uses_fused_kernel(function, torch.device("cpu"), torch.float32, False)
 
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "masked_softmax"])
@@ -113,7 +113,7 @@ def test_a_wrapper_of_the_released_function_is_an_edit():
         output, weights = attention.scaled_dot_product_attention(*arguments)
         return 2 * output, weights
 
-    assert not fused_kernel.uses_fused_kernel(wrapper, torch.device("cpu"), torch.float32)
+    assert not fused_kernel.uses_fused_kernel(wrapper, torch.device("cpu"), torch.float32, False)
     assert fused_kernel.source_digest(wrapper) not in fused_kernel.RELEASED
 
 

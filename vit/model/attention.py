@@ -215,7 +215,8 @@ class MultiHeadSelfAttention(nn.Module):
         attend = self.attention or scaled_dot_product_attention
         dropping = self.attn_drop.training and self.attn_drop.p > 0
         may_fuse = self.attention is None and mask is None and not (need_weights or dropping)
-        if may_fuse and uses_fused_kernel(attend, query.device, query.dtype):
+        trains_bias = bias is not None and bias.requires_grad
+        if may_fuse and uses_fused_kernel(attend, query.device, query.dtype, trains_bias):
             heads = F.scaled_dot_product_attention(query, key, value, bias)
         else:
             allowed = for_all_heads(mask, (*query.shape[:-1], key.shape[-2]))

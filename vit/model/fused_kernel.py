@@ -22,11 +22,12 @@ RELEASED = ("c417820a4565f357", "1e3f3d262cf1d8bc")
 
 
 def uses_fused_kernel(
-    attention: Callable[..., Any], device: torch.device, dtype: torch.dtype
+    attention: Callable[..., Any], device: torch.device, dtype: torch.dtype, trains_bias: bool
 ) -> bool:
     """Return whether the kernel computes what a function does for such queries, and faster."""
-    # In bfloat16 on a CPU, the kernel's backward pass takes several times as long.
-    faster = device.type != "cpu" or dtype == torch.float32
+    # On a CPU, the kernel's backward pass takes several times as long in bfloat16, and a bias that
+    # is trained makes torch compute each product of the kernel by itself.
+    faster = device.type != "cpu" or (dtype == torch.float32 and not trains_bias)
     softmax = getattr(attention, "__globals__", {}).get("masked_softmax")
     return faster and is_released(attention, softmax)
 
