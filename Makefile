@@ -1,4 +1,4 @@
-# Every target makes its own virtual environment; nothing but Python >= 3.11 is needed.
+# Targets make their own virtual environments from Python >= 3.11; lint-js and onnxruntime need npm.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
@@ -20,8 +20,8 @@ ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 .PHONY: help demo tensorboard check test coverage lint lint-js docs tour lock onnxruntime clean
 
 help:
-	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes;"
-	@echo "            TORCH=cpu installs PyTorch without its libraries for GPUs"
+	@echo "make demo   train, evaluate and explain on synthetic shapes: no data set needed, into runs/demo, about 2 minutes;"
+	@echo "            installs 5.6 GB of packages first, or 1.2 GB with TORCH=cpu, without libraries for GPUs"
 	@echo "make tensorboard  start TensorBoard on runs/; the Attention tab is at http://localhost:6006/#attention"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 6 minutes on two cores"

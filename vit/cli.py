@@ -128,7 +128,8 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
     """
     about = (
         "Train a Vision Transformer.\n\nDefaults below apply to settings that no file sets. "
-        "Without --config,\nthe recipe quick is read, which sets many: --print_config shows them."
+        "Without --config,\nthe recipe quick is read, unless --model.name or --model.pretrained "
+        "names another\nmodel: --print_config shows all values."
     )
     parser = _Parser(usage="%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]", description=about)
     parser.add_argument(

@@ -164,8 +164,8 @@ class Config:
     """The training run.
 
     Attributes:
-        out: folder that the run is written to; unless named, runs/ and the data set, or the folder
-            of images; runs/quick for cifar10
+        out: folder that the run is written to; on the command line, runs/ and the data set, or the
+            folder of images, unless named; runs/quick for cifar10
         deterministic: use deterministic algorithms only, on a GPU; on a CPU, runs are reproducible
             in any case
     """

@@ -78,7 +78,8 @@ class ReportConfig(ImagesConfig):
         flip: average the logits of each image and its mirror image, as --views 2
         views: views of an image whose logits are averaged: 1, 2, or 6 with shifts by a pixel, too
         coverage: fraction of images whose set of classes is to contain the true one, such as 0.9
-        unfamiliar: images of no class to tell from the test images: a folder, a data set, or noise
+        unfamiliar: images that belong to no class, to tell from the test images: a folder, a data
+            set, or noise
         corruptions: also classify the images with 15 corruptions at five severities
     """
 

@@ -17,7 +17,7 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class AttentionLog:
-    """Logs the attention for a few images during training, which it does not change.
+    """Logs the attention of a model for a few images, without changing its training.
 
     Args:
         images: (B, 3, height, width) uint8, of the size that the model takes.

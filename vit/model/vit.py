@@ -35,7 +35,8 @@ class VisionTransformer(nn.Module):
     """A Vision Transformer with timm's parameter names.
 
     The defaults are the plain model of the paper, with the width of ViT-Ti. Without stem="conv",
-    head_dim, mlp_conv and rel_pos, timm's VisionTransformer loads its weights, and vice versa.
+    head_dim, mlp_conv, attention and rel_pos, timm's VisionTransformer loads its weights, and vice
+    versa.
 
     Args:
         img_size: Height and width in pixels of the images that position embeddings are for, or one
