@@ -11,10 +11,11 @@ import pytest
 import timm
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
 
 import vit
 from vit.data.shapes import KINDS, draw_shapes
@@ -243,3 +244,13 @@ def test_transformers(
     with torch.no_grad():
         output = model.eval()(pixel_values=normalized(IMAGES[:2]), output_attentions=True)
     check(tmp_path / "runs/finetuned", output.attentions, output.logits, prefix)
+
+
+def test_a_callback_may_have_a_tag_but_not_another_step(tmp_path):
+    log = AttentionLog(IMAGES[:1], every=1, tag="validation", grid=(1, 1), num_prefix_tokens=0)
+    with SummaryWriter(tmp_path) as writer:
+        log.add(writer, nn.Linear(1, 1), 1, lambda *_: {"weights": torch.ones(1, 1, 1, 1, 1)})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert any(tag.startswith("validation") for tag in events.Tags()["tensors"])
+    with pytest.raises(TypeError, match="multiple values for argument 'step'"):
+        AttentionLog(IMAGES[:1], step=1)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import vit
+from models import ONE_BLOCK, save_untrained
 from vit.recipes import compose, read_config
 
 VERSIONS = Path(__file__).parent / "versions"
@@ -58,3 +59,8 @@ def test_an_included_model_is_found_beside_a_folder_with_its_data(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cifar10_quick/train").mkdir(parents=True)
     assert vit.load("cifar10_quick", "cpu").path.name == "cifar10_quick.safetensors"
+
+
+def test_a_run_may_be_called_like_a_checkpoint(tmp_path: Path) -> None:
+    run = save_untrained(tmp_path / "step_1", ONE_BLOCK)
+    assert vit.load(run, "cpu").path == run / "model.safetensors"

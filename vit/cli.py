@@ -69,7 +69,8 @@ def user_errors() -> Iterator[None]:
         if "deterministic implementation" in str(error):
             advice = "or, if the operation is upsample_*, with --train.small_share 0"
             fail(f"{shorten(error, 200)}; train without --deterministic, {advice}")
-        if "no kernel image" in str(error):  # the GPU is older than those that torch was built for
+        # The GPU is older than those that torch was built for, or torch lacks an operation on it.
+        if any(text in str(error) for text in ("no kernel image", "for the MPS device")):
             advice = "use the CPU (--train.device cpu, or --device cpu), or a PyTorch for this GPU"
             fail(f"{shorten(error, 200)}; {advice}")
         raise

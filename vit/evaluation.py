@@ -130,8 +130,8 @@ def evaluate(
 ) -> tuple[dict[str, Any], Tensor]:
     """Classify images, at most `batch_size` at once; return metrics and logits (N, C) on the CPU.
 
-    The metrics are those of `report`, views (and flip, of mirror images) if the logits of several
-    are averaged, and images_per_second.
+    The metrics are those of `report`, and images_per_second; with several views, also views and
+    flip.
     """
     require(len(images) > 0, "images", len(images), "at least one")
     start = time.perf_counter()

@@ -92,6 +92,11 @@ class SavedModel(Classifier):
         return folder
 
     @property
+    def superseded(self) -> bool:
+        """Whether this is a checkpoint of a run whose final model exists."""
+        return self.path.parent.name == CHECKPOINT_FOLDER and (self.run / MODEL_FILE).exists()
+
+    @property
     def name(self) -> str:
         """The name of the run folder or of the included model."""
         return self.run.name
@@ -201,14 +206,14 @@ def _at_most(count: int, device: str) -> Iterator[None]:
 
 def _find_model(path: Path) -> Path:
     """Return the file of a run folder, an included model or a file; else ValueError."""
-    bundled, is_folder = bundled_models(), path.is_dir() and not path.match(STEP_PATTERN)
-    if is_folder and (path / MODEL_FILE).exists():
+    bundled = bundled_models()
+    if (path / MODEL_FILE).exists():
         return path / MODEL_FILE
-    if is_folder and (checkpoints := checkpoint_paths(path)):
+    if checkpoints := checkpoint_paths(path):
         return checkpoints[-1]
     if str(path) in bundled and not path.is_file():  # perhaps next to a folder with its data
         return bundled[str(path)]
-    if is_folder:
+    if path.is_dir() and not path.match(STEP_PATTERN):  # not a sharded checkpoint
         raise ValueError(
             f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*, nor the "
             "config.json of a model that transformers saved"

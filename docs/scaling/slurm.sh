@@ -17,6 +17,8 @@ set -euo pipefail
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Restarted processes must not find the addresses of those that have ended.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Seconds in which the checkpoint must be written, or torchrun ends its processes; 30 by default.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270
 # srun does not inherit the number of cores.
 srun --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \

@@ -351,3 +351,25 @@ def test_json_output_replaces_only_earlier_output(
     with pytest.raises(ValueError, match=r"^json: .*package\.json exists and is not of this"):
         run(f"{file}:Mine", CheckConfig(json=str(other)))
     assert other.read_text() == '[{"name": "mine"}]' and '"passed"' in own.read_text()
+
+
+def test_a_class_that_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="the class Row is no torch"):
+        check(Row)
+
+
+class Uniform(nn.Module):
+    """Attention without parameters, and with a table that is not trained."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(65), requires_grad=False)
+
+    def forward(self, x):
+        return (x @ x.mT * self.table[: x.shape[1]]).softmax(dim=-1) @ x
+
+
+def test_nothing_has_to_be_trained():
+    rows = {row.property: row.result for row in check_with_cost(Uniform)}
+    assert rows["all weights get gradients"] == "passed"
+    assert rows["time and memory of a training step"] == "passed"

@@ -1,6 +1,7 @@
 """Results of eval.py: which stay, where others are written, and what is said before the work."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -293,3 +294,15 @@ def test_predictions_and_calibration_are_float32_after_training_in_bfloat16(
     }.items():
         found = [float(row["probability"]) for row in rows_of(run / "eval" / table)]
         assert sorted(found) == pytest.approx(sorted(expected[rows].tolist()), abs=2e-6)
+
+
+def test_the_page_of_an_earlier_checkpoint_shows_what_it_attends_to(base, call):
+    """Not the images that were logged with the final model."""
+    (checkpoint,) = (base / "run/checkpoints").glob("step_*.pt")
+    assert call(base / "run", "maps", "--probes", 2, "--faithfulness", 0).code == 0
+    shown = []
+    for name in (base / "run", checkpoint):
+        assert call(name, "export", "html").code == 0
+        page = results_folder(load_model(name), None, top="export") / "live.html"
+        shown.append({*re.findall(r"details\?run=[^&]*&amp;tag=([^&]+)", page.read_text())})
+    assert len(shown[0]) == 2 < len(shown[1])

@@ -202,11 +202,13 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
     with monkeypatch.context() as patch:  # one of two processes, for which the other one waits
         started, worker = [], stream._worker
         patch.setattr(stream, "_worker", lambda preprocess: started.append(1) or worker(preprocess))
-        patch.setattr(stream, "usable_cores", lambda: 2)
+        patch.setattr(stream, "usable_cores", lambda: 4)
         patch.setattr(stream, "FEW", 48)
+        patch.setattr(stream, "AT_ONCE", 8)
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         files.read()
-        assert (len(started), files.num_workers) == (2, 1)
+        assert (len(started), files.num_workers) == (4, 1)
+        assert len([*files.split(8)]) == 6 and len(started) == 4 + 3  # this process computes, too
     images = open_images(folder(pictures, workers=2), train=True)
     batches = images.batches(torch.arange(48).view(12, 4))
     next(batches), next(batches)  # one of each worker, which ignores signals once it has begun

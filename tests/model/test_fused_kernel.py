@@ -139,3 +139,25 @@ def test_compiling_and_exporting_ask_before_they_trace(edited, monkeypatch):
     assert_close(program.module()(x), expected)
     targets = {node.target for node in program.graph.nodes}
     assert (torch.ops.aten.scaled_dot_product_attention.default in targets) != edited
+
+
+def test_attention_runs_as_written_on_a_cpu_while_a_bias_is_trained(monkeypatch):
+    module = MultiHeadSelfAttention(12, 3, grid=(1, 5), rel_pos="bias")
+    kernel, calls, tokens = F.scaled_dot_product_attention, [], torch.randn(2, 5, 12)
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *qkv: calls.append(qkv) or kernel(*qkv)
+    )
+    written = module(tokens)
+    assert not calls
+    with torch.no_grad():
+        assert_close(module(tokens), written)
+    assert calls
+
+
+def test_a_model_has_the_digest_of_the_code_that_ran(tmp_path):
+    """Though its file is edited during the run."""
+    (file := tmp_path / "edited.py").write_text("def attend(query):\n    return query\n")
+    attend = runpy.run_path(str(file))["attend"]
+    before = fused_kernel.source_digest(attend)
+    file.write_text("def attend(query):\n    return 2 * query\n")
+    assert fused_kernel.source_digest(attend) == before != ""

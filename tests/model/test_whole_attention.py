@@ -318,7 +318,7 @@ def test_heads_without_a_softmax_cannot_be_muted_in_the_tab() -> None:
         VisionTransformer(**SIZES, depth=1, num_heads=heads, attention=ByHand) for heads in (1, 3)
     )
     gated_weights(alone, gates_of(alone))
-    with pytest.raises(ValueError, match="ByHand computes no softmax, so none of its heads"):
+    with pytest.raises(ValueError, match="ByHand computes no softmax over the tokens, so none"):
         gated_weights(several, gates_of(several))
 
 
@@ -414,6 +414,19 @@ class Late(Plain):
         return super().forward(x)
 
 
+class Complex(Plain):
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__(d_model, nhead)
+        self.register_buffer("turns", torch.polar(torch.ones(N), torch.arange(N).float()))
+
+
+class Infinite(Plain):
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__(d_model, nhead)
+        mask = torch.full((N, N), -torch.inf).triu(1)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+
+
 class Backwards(Plain):
     """Of which the first token sees only itself."""
 
@@ -428,6 +441,8 @@ class Backwards(Plain):
         (Forgotten, "tensors that are neither parameters"),
         (Late, "it makes parameters outside of"),
         (Backwards, r"class token sees only itself, .* --model\.class_token"),
+        (Complex, r"it has complex numbers: store torch\.view_as_real"),
+        (Infinite, r"parameters that are not finite: use buffers"),
     ],
 )
 def test_what_would_go_wrong_later_is_refused_before_training(
@@ -818,3 +833,21 @@ def test_building_a_model_leaves_nothing_in_a_module() -> None:
     module = WholeAttention(Cached, D, 2, GRID, 1)
     assert not hasattr(module.module, "ones")
     assert module(torch.randn(B, N, D)).shape == (B, N, D)
+
+
+class LocalAndGlobal(Plain):
+    """Half of the output attends to pooled tokens, which no mask is for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        pooled = (part.unflatten(2, (-1, 3)).mean(dim=3) for part in (k, v))
+        everywhere = F.scaled_dot_product_attention(q, *pooled)
+        return self.merge(F.scaled_dot_product_attention(q, k, v) + everywhere)
+
+
+def test_a_mask_is_for_attention_over_all_tokens_alone():
+    placed = build_attention(LocalAndGlobal, D, 3, grid=(3, 3)).eval()
+    tokens = torch.randn(B, 9, D)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    _, weights = placed(tokens, mask, need_weights=True)
+    assert (weights[..., ~mask] == 0).all() and (weights[..., mask] > 0).all()

@@ -646,3 +646,12 @@ def test_a_run_of_a_timm_model_names_it(tmp_path):
     assert "nothing is new: its classifier has the same classes" in source.adapted(KINDS)[1]
     for key, value in load_model(run).model.state_dict().items():
         assert torch.equal(source.weights[key], value), key
+
+
+def test_patches_larger_than_the_images_are_refused(files, tmp_path):
+    data = DataConfig(name="shapes", image_size=(2, 2))
+    model = ModelConfig(pretrained=str(files / "bare.safetensors"))
+    with pytest.raises(
+        ValueError, match=r"^model\.patch_size: \d+ is larger than the images, 2 x 2"
+    ):
+        resolve_pretrained(Config(out=str(tmp_path), data=data, model=model), None)

@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -359,9 +360,10 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
         classify_corrupted(saved, images, path, batch_size=4)
     interrupted, before, all_kinds = False, {*KINDS[:2]}, {*KINDS}
     assert done == before
+    corrected = replace(images, labels=images.labels.roll(1))
     for seed, chosen, expected in (
         (0, images, all_kinds - before), (0, images, set()), (1, images, all_kinds),
-        (1, images.select(torch.arange(6)), all_kinds),
+        (1, images.select(torch.arange(6)), all_kinds), (1, corrected, all_kinds),
     ):  # fmt: skip
         done.clear()
         found = classify_corrupted(saved, chosen, path, seed, batch_size=4)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vit.attention_check.mask import check_mask
 from vit.attention_check.projections import check_scale, compare_with_torch, match_projections
+from vit.attention_check.trial import what_is_lost
 from vit.attention_check.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
 from vit.hardware import autocast
 from vit.model.arguments import Attention, FewerArguments
@@ -20,7 +21,6 @@ from vit.model.whole_attention import (
     copy_module,
     is_whole,
     takes,
-    what_is_lost,
 )
 from vit.seeding import generator
 
@@ -153,7 +153,7 @@ def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
     """Return whether the last token changes others' scores, or what a token takes of itself."""
     other = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
-    first, second = (Watch.run(subject, x, weights=torch.eye(N)) for x in (tokens, other))
+    first, second = (Watch.run(subject, x, instead=torch.eye(N)) for x in (tokens, other))
     changes = [(first.output - second.output)[:, :-1]]
     if first.scores is not None and second.scores is not None:
         changes.append((first.scores - second.scores)[..., :-1, :-1].nan_to_num())
@@ -161,9 +161,9 @@ def _mixes_tokens(subject: Subject, tokens: Tensor) -> bool:
 
 
 def _independence(subject: Subject, tokens: Tensor, seen: Watch, keeps_tokens: bool) -> Row:
-    """Check that a column of a projection, or the part of a head, changes the weights of one.
+    """Check that a change of one part of a projection changes the weights of one head only.
 
-    If tokens are kept apart, heads that are mixed may be meant.
+    Heads that exchange scores or weights are a choice if tokens are kept apart.
     """
     what, heads = "heads are independent", subject.num_heads
     first, *others = seen.weights.unbind(dim=1)
@@ -221,7 +221,7 @@ def _residual(subject: Subject, tokens: Tensor) -> Row:
     """Check that without attention nothing of the tokens is left."""
     what = "output has no residual or norm"
     muted = torch.zeros(N, N)
-    first, other = (Watch.run(subject, x, weights=muted) for x in (tokens, tokens.flip(0) * 2))
+    first, other = (Watch.run(subject, x, instead=muted) for x in (tokens, tokens.flip(0) * 2))
     if not first.softmaxes:
         return Row(what, "unknown", "", "it has no softmax to mute")
     far = (first.output - other.output).abs().max().item()
@@ -251,7 +251,7 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     for (name, matrix), weight in zip(
         subject.named_parameters(), learner.parameters(), strict=True
     ):
-        grad, learns = weight.grad, weight.grad is not None
+        grad, learns = weight.grad, weight.grad is not None or not weight.requires_grad
         if grad is not None and weight.ndim == 2:
             learns = bool(grad.any(dim=1).all() if id(matrix) in projections else grad.any())
         if not learns:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vit.console import note_once, shorten
-from vit.model.arguments import FewerArguments
+from vit.model.arguments import Attention, FewerArguments
 from vit.model.config import ModelConfig
 from vit.model.positions import Grid
 from vit.model.variants import attention_of, find_attention
@@ -21,7 +21,6 @@ from vit.model.whole_attention import (
     build_attention,
     is_whole,
     refuse_options,
-    what_is_lost,
 )
 from vit.seeding import generator
 from vit.settings import check
@@ -97,6 +96,30 @@ def _check_graph(module: Any, tokens: Tensor, output: Tensor, weights: Tensor) -
     for what, gradient in zip(learns, gradients, strict=True):
         if gradient is None:
             raise ValueError(f"an output that does not depend on {what}")
+
+
+@torch.no_grad()
+def what_is_lost(
+    attention: Attention, dim: int, num_heads: int, grid: Grid, prefix: int = 0, **options: Any
+) -> str:
+    """Return why a model file would not store all of an attention; "" if it does."""
+    place: dict[str, Any] = {"grid": grid, "num_prefix_tokens": prefix, **options}
+    trained, loaded = (build_attention(attention, dim, num_heads, **place).eval() for _ in range(2))
+    if any(isinstance(x, Tensor) and x.is_complex() for x in trained.state_dict().values()):
+        return "it has complex numbers: store torch.view_as_real of them, or use persistent=False"
+    if not all(parameter.isfinite().all() for parameter in trained.parameters()):
+        return "it has parameters that are not finite: use buffers (register_buffer)"
+    tokens = torch.randn(1, prefix + math.prod(grid), dim)
+    output = trained(tokens)
+    if not torch.equal(output, trained(tokens)):
+        return ""  # it is random
+    try:
+        loaded.load_state_dict(trained.state_dict())
+    except RuntimeError:
+        return "it makes parameters outside of its constructor"
+    if torch.allclose(output, loaded(tokens), atol=1e-4, equal_nan=True):
+        return ""
+    return "it has tensors that are neither parameters (nn.Parameter) nor buffers (register_buffer)"
 
 
 def _check_model(

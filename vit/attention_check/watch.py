@@ -61,12 +61,12 @@ class Watch(TorchFunctionMode):
 
     Args:
         add: Added to the output of a projection, by its number.
-        weights: What the softmax returns instead of its result, (N, N); None keeps it.
+        instead: What the softmax returns instead of its result, (N, N); None keeps it.
     """
 
-    def __init__(self, add: dict[int, Tensor] | None = None, weights: Tensor | None = None) -> None:
+    def __init__(self, add: dict[int, Tensor] | None = None, instead: Tensor | None = None) -> None:
         super().__init__()
-        self.add, self.instead = add or {}, weights
+        self.add, self.instead = add or {}, instead
         self.inputs: list[Tensor] = []  # of projections
         self.projections: list[Tensor] = []  # outputs
         self.matrices: list[Tensor] = []

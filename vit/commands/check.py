@@ -70,6 +70,7 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
         if not is_whole(attention):
             reason += "; called with query, key, value, mask and dropout, it must return the "
             reason += "output and the attention weights"
+        reason += f"; tried with {N} tokens of width {D}"
         rows.append(Row("can be called", "failed", "", reason))
     return rows
 
@@ -78,7 +79,7 @@ def cost(attention: Attention) -> Row:
     """Compare time and memory of a training step with ours, for 64 images of 65 tokens."""
     what = "time and memory of a training step"
     heads, kinds = trial_heads(attention), (attention, None)
-    tokens = torch.randn(64, 65, 192, generator=generator(3, "check"))
+    tokens = torch.randn(64, 65, 192, generator=generator(3, "check"), requires_grad=True)
     try:
         modules = [build_attention(kind, 192, heads, grid=(5, 13)) for kind in kinds]
         sizes = [_saved_bytes(module, tokens) for module in modules]

@@ -77,8 +77,6 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
     if "html" in targets:
         log = partial(log_test_images, saved, options.data.root)
         export_page(saved, targets["html"], options.steps, log)
-    if "hub" in targets:
-        write_hub(saved, targets["hub"])
     loader = _loader(saved.preprocess)
     for name in formats:
         reader = _reader_of(targets[name])
@@ -95,6 +93,8 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
             place = folder / file.relative_to(drafts)
             place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, file.read_bytes())
+    if "hub" in targets:
+        write_hub(saved, targets["hub"])
     for name in formats:
         say(f"wrote {printable(targets[name])} and {printable(_reader_of(targets[name]))}")
     return list(targets.values())

@@ -1,6 +1,7 @@
 """`eval.py RUN report`: accuracy and other metrics on the test images, with figures."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
         make_sets(saved, none, none[:, 0], options.coverage)
     if not own:
         with contextlib.suppress(ValueError):  # of missing training images
-            training = load_split(saved, None, download=False)[0]
+            data_of_run = replace(saved.config.data, on_bad_image="error")  # so no file is read
+            listed = replace(saved, config=replace(saved.config, data=data_of_run))
+            training = load_split(listed, None, download=False)[0]
             if training.fingerprint:  # else nothing of it can be compared with files
                 report_copies([training, test])
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
@@ -89,8 +92,9 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
         say(f"\n{sets_table({kind: sets[kind] for kind in ('lac', 'raps')}, sets['coverage'])}")
     if unfamiliar is not None:
         say("\nscoring training, test and unfamiliar images")
-        name = str(options.unfamiliar)
-        part = report_unfamiliar(saved, test, *unfamiliar, name, seed, batch_size)
+        part = report_unfamiliar(
+            saved, test, *unfamiliar, str(options.unfamiliar), seed, batch_size
+        )
         _add(part, result, folder, saved.step)
     if options.corruptions:
         say("\nclassifying corrupted images; after Ctrl-C, the same command goes on")

@@ -22,7 +22,7 @@ from vit.calibration import Calibration
 from vit.classifier import Classifier
 from vit.commands.check import check
 from vit.config import Config, Plans, to_dict
-from vit.console import argument, program, say
+from vit.console import argument, note, program, say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
 from vit.data.layout import join
@@ -84,8 +84,9 @@ def train(
             that must not be overwritten, another thread trains, or memory ran out.
         SystemExit: With code 128 + N after signal N, 3 if training diverged.
     """
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        overwrite = False  # what is there now is this run, from before torchrun's restart
+    if overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        note("restarted by torchrun: going on without --overwrite")  # this run, from before
+        overwrite = False
     stored = None if overwrite else unfinished_config(config)
     # Executes a file if the caller names one. A name in a run or a model file is only looked up
     # among the variants that were loaded.
@@ -138,7 +139,9 @@ def say_what_fails(model: ModelConfig) -> None:
     if model.name != "vit" or not is_edited(model.attention):
         return
     rows = check(attention_of(model.attention), with_cost=False)
-    if failed := [row.property for row in rows if row.result == "failed"]:
+    failed = [row.property for row in rows if row.result == "failed"]
+    failed = [name for name in failed if name != "can be called"]  # the run has called it
+    if failed:
         hint = f"{program('eval')} {argument(model.attention)} check"
         say(f"attention fails: {', '.join(failed)}; see {hint}")
 
@@ -167,9 +170,8 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
             raise ValueError(
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
                 f"images of the classes {join(checkpoint.classes)} with which the run in "
-                f"{config.out} was started: files were added, deleted or renamed, or the version "
-                "did not keep copies together; restore them, point --data.root at them, or train "
-                "in another folder with --out"
+                f"{config.out} was started: files were added, deleted or renamed; restore them, "
+                "point --data.root at them, or train in another folder with --out"
             )
     return training.to(run.device), held_out.to(run.device)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -36,6 +37,11 @@ def open_images(data: DataConfig, train: bool) -> ImageSet:
     Raises:
         ValueError: The data or a package for it is missing, or no image of a class can be read.
     """
+    return _readable(_find_images(data, train), data, "training" if train else "test")
+
+
+def _find_images(data: DataConfig, train: bool) -> ImageSet:
+    """Find images as `open_images` does, also those that cannot be read."""
     reader = resolve_name(f"vit.data.{data.spec.reader}")
     try:
         images: ImageSet = reader(data, train)
@@ -44,21 +50,19 @@ def open_images(data: DataConfig, train: bool) -> ImageSet:
             f"data.name: {data.name} needs a package that is not installed ({error.name}); install "
             "it with `pip install scipy scikit-learn`"
         ) from None
-    if isinstance(images.images, Tensor):
-        return images
-    if data.on_bad_image == "skip":
-        images = _drop(images, dict(images.images.problems()))
-    if not train:
+    if isinstance(images.images, Tensor) or not train:
         return images
     # Shuffled, so that the first few already cover all classes.
     return images.select(torch.randperm(len(images), generator=generator(0, "folder")))
 
 
-def _drop(images: ImageSet, unreadable: dict[int, str]) -> ImageSet:
-    """Leave out and name the unreadable images, given as the problem of each index."""
-    if not unreadable:
+def _readable(images: ImageSet, data: DataConfig, part: str) -> ImageSet:
+    """Leave out and name the unreadable images of a part, with `data.on_bad_image` "skip"."""
+    if isinstance(images.images, Tensor) or data.on_bad_image == "error":
         return images
-    names = join([images.name(index) for index in unreadable])
+    if not (unreadable := dict(images.images.problems())):
+        return images
+    names = join(sorted(images.name(index) for index in unreadable))
     if any(NEEDS_HEIF in problem for problem in unreadable.values()):
         names += f"; {NEEDS_HEIF}"
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
@@ -66,8 +70,8 @@ def _drop(images: ImageSet, unreadable: dict[int, str]) -> ImageSet:
     kept, _ = images.divide(torch.tensor([*unreadable]))
     if 0 in (counts := kept.class_counts()):
         raise ValueError(
-            f"data.root: no image of class {kept.classes[counts.index(0)]} in {images.folder} can "
-            f"be read ({names}); replace them, or delete the class"
+            f"data.root: no {part} image of class {kept.classes[counts.index(0)]} in "
+            f"{images.folder} can be read ({names}); replace or delete them, or the class"
         )
     return kept
 
@@ -176,10 +180,11 @@ def _note_first(images: ImageSet) -> None:
     """Note what is lost in files like the first: further pages, or dark values of 16 bits."""
     file: Any = images.origins[0]
     with contextlib.suppress(Exception), open_image(getattr(file, "open", lambda: file)()) as photo:
-        pages = getattr(photo, "n_frames", 1)
-        if photo.format == "TIFF" and 1 < pages != images.images.shape[1]:
-            hint = f"of which the first is read; --data.channels {pages} reads them as bands"
-            note(f"{images.name(0)} has {pages} pages, {hint}")
+        pages, channels = getattr(photo, "n_frames", 1), images.images.shape[1]
+        if photo.format == "TIFF" and pages > 1 and (pages != channels or channels == 3):
+            bands = f"--data.channels {pages} reads them as bands"
+            hint = "save them as one RGB image to use all" if pages == 3 else bands
+            note(f"{images.name(0)} has {pages} pages, of which the first is read; {hint}")
         deep, largest = photo.mode.startswith("I"), int(np.asarray(photo).max())
         if 255 < largest < 2**14 if deep else photo.mode == "RGB" and largest < 64:
             values = f"with values up to {largest:,} of {DEEPEST if deep else 255:,}"
@@ -193,20 +198,24 @@ def split_training(data: DataConfig, seed: int) -> tuple[ImageSet, ImageSet]:
     Files are decoded only with `data.on_bad_image` "skip". Arguments and errors as for
     `load_training`.
     """
-    images, size, val_size = open_images(data, train=True), data.train_size, data.val_size
+    images, size, val_size = _find_images(data, train=True), data.train_size, data.val_size
     if data.spec.drawn and size is not None:  # no more than these were drawn
         val_size = len(images) - size
-    if images.held is not None:
+    if (is_held := images.held) is not None:
         allowed = f"null, because {data.root} says which images are held out"
         require(val_size is None, "data.val_size", val_size, allowed)
-        training, held = images.divide(images.held.nonzero().squeeze(1))
-        if min(training.class_counts()) == 0:
-            described = describe_counts(training.classes, training.class_counts())
-            raise ValueError(f"data.root: a class in {data.root} is only held out ({described})")
     else:
         first = first_copies(images.origins if images.fingerprint else range(len(images)))
         choose = partial(held_out, classes=images.classes, size=val_size, seed=seed)
-        training, held = images.divide(together(images.labels, first, choose))
+        is_held = torch.zeros(len(images), dtype=torch.bool)
+        is_held[together(images.labels, first, choose)] = True
+    # Left out last, so that the split does not depend on what can be read.
+    images = _readable(replace(images, held=is_held), data, "training")
+    assert images.held is not None
+    training, held = images.divide(images.held.nonzero().squeeze(1))
+    if images.fingerprint and min(training.class_counts()) == 0:
+        described = describe_counts(training.classes, training.class_counts())
+        raise ValueError(f"data.root: a class in {data.root} is only held out ({described})")
     if size is None:
         return training, held
     allowed = f"at most {len(training)}, the number of training images"

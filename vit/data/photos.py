@@ -125,7 +125,7 @@ def _read(file: Path | TarMember, channels: int) -> Bands:
             if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise Image.DecompressionBombError
             return bands_of(image, channels)
-    except Unusable:
+    except (Unusable, MemoryError):
         raise
     except Image.DecompressionBombError:
         most = f"{(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels"

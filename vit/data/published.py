@@ -14,13 +14,12 @@ from torch import Tensor
 
 from vit.console import say, shorten
 from vit.data.config import DATASETS, DataConfig, DatasetSpec
-from vit.data.images import ImageSet
+from vit.data.images import TEST_FRACTION, ImageSet
 from vit.data.layout import is_stored, recognize
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class
 from vit.data.stream import ImageFiles
 
-DIGITS_TEST_FRACTION = 0.2
 BRIGHTEST = 16  # of digits, whose values count the dark ones of 4 x 4 smaller pixels
 # Of CIFAR-10: files of training and test images, and the hash of each with batches.meta.
 CIFAR10_FILES = [f"data_batch_{n}" for n in range(1, 6)], ["test_batch"]
@@ -118,5 +117,5 @@ def digits(data: DataConfig, train: bool) -> ImageSet:
     images = torch.from_numpy(np.round(raw.images * 255 / BRIGHTEST).astype(np.uint8))[:, None]
     labels = torch.from_numpy(raw.target).long()
     chosen = torch.full((len(labels),), train)
-    chosen[fraction_per_class(labels, DIGITS_TEST_FRACTION, 0, "digits")] = not train
+    chosen[fraction_per_class(labels, TEST_FRACTION, 0, "digits")] = not train
     return ImageSet(images[chosen], labels[chosen], tuple(map(str, raw.target_names)))

@@ -175,14 +175,22 @@ class ImageFiles:
         return dataclasses.replace(self, device=device)
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """Decode all images, at most `size` at a time: (n, C, H, W) uint8, on the device."""
-        return self.batches(torch.arange(len(self)).split(size))
+        """Decode all images, at most `size` at a time: (n, C, H, W) uint8, on the device.
 
-    def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        All cores decode: this is for evaluation, while the other processes of a run wait.
+        """
+        tasks = torch.arange(len(self)).split(size)
+        return self.batches(tasks, self.workers_on(usable_cores() - 1))
+
+    def batches(
+        self, batches: Iterable[Tensor], num_workers: int | None = None
+    ) -> Iterator[Tensor]:
         """Decode the images at indices (B,) for each batch: (B, C, H, W) uint8, on the device."""
         tasks = [batch.tolist() for batch in batches]
-        for pixels, problems in self._decode(tasks, self.num_workers):
-            _require_readable(problems.values())
+        count = self.num_workers if num_workers is None else num_workers
+        for pixels, problems in self._decode(tasks, count):
+            if problems:
+                raise ValueError(f"{problems[min(problems)]}; {UNREADABLE}")
             images = torch.from_numpy(pixels)
             is_cuda = self.device.type == "cuda"
             if is_cuda:
@@ -193,7 +201,8 @@ class ImageFiles:
         """Decode all images into one tensor (N, C, H, W) uint8 on the device."""
         pixels = torch.empty(self.shape, dtype=torch.uint8)
         for start, images, problems in self.decode_all("reading images", waits=True):
-            _require_readable(problems.values())
+            if problems:
+                raise ValueError(f"{problems[min(problems)]}; {UNREADABLE}")
             pixels[start : start + len(images)] = images
         return pixels.to(self.device)
 
@@ -239,12 +248,8 @@ class ImageFiles:
                     process.join()
                     raise ValueError(
                         f"data.workers: a process ended with exit code {process.exitcode}; "
-                        "rerun the command, with fewer data.workers if memory ran out"
+                        "rerun the command; if memory ran out, free some, or train with fewer "
+                        "data.workers"
                     ) from None
                 if answer:
                     yield answer
-
-
-def _require_readable(problems: Iterable[str]) -> None:
-    for problem in problems:
-        raise ValueError(f"{problem}; {UNREADABLE}")

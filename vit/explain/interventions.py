@@ -108,8 +108,7 @@ def gated_weights(model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
     for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
         if isinstance(block.attn, WholeAttention):
             if not block.attn.has_softmax and block.attn.num_heads > 1:
-                name = type(block.attn.module).__name__
-                raise ValueError(f"{name} computes no softmax, so none of its heads can be muted")
+                raise ValueError(f"{block.attn.problem}, so none of its heads can be muted")
             gated[f"blocks.{layer}.attn.gates"] = gates[layer]
             continue
         proj, name = block.attn.proj, f"blocks.{layer}.attn.proj"

@@ -39,12 +39,9 @@ class MapKind:
     function: str  # in `vit.explain`, imported when needed: (B, patches) or (B, rows, columns)
     needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]
     # The value scaled to 1: what each token gets if all get the same (of fractions of what the head
-    # reads), the mean (of values that are at least 0), or the mean of absolute values ("size").
-    unit: Literal["uniform", "mean", "size"]
+    # reads), or the mean of absolute values.
+    unit: Literal["uniform", "mean"]
     signed: bool = False  # positive for the class, negative against it
-    # Shown by default by `eval.py RUN maps` and the Attention tab, which has no maps that need
-    # pixels or passes.
-    default: bool = True
     photos: bool = False  # drawn for photos by default
     has_options: bool = False  # its function takes the fields of `RolloutOptions`
 
@@ -65,21 +62,21 @@ ALL_KINDS = {  # those that take many passes come last
     "relevance": MapKind("class relevance", "rollout:class_relevance", "gradients", "mean"),
     "raw": MapKind("last layer's attention", "rollout:raw_attention", "weights", "uniform"),
     "lrp": MapKind(
-        "layer-wise relevance", "maps:relevance_of_patches", "relevance", "size", signed=True
+        "layer-wise relevance", "maps:relevance_of_patches", "relevance", "mean", signed=True
     ),
     "lrp_rollout": MapKind(
-        "relevance × rollout", "maps:relevance_times_rollout", "relevance", "size"
+        "relevance × rollout", "maps:relevance_times_rollout", "relevance", "mean"
     ),
     "lrp_pixels": MapKind(
-        "layer-wise relevance of pixels", "maps:relevance_of_pixels", "pixels", "size",
+        "layer-wise relevance of pixels", "maps:relevance_of_pixels", "pixels", "mean",
         signed=True, photos=True,
     ),
     "occlusion": MapKind(
-        "occlusion", "references:occlusion", "passes", "size", signed=True, default=False
+        "occlusion", "references:occlusion", "passes", "mean", signed=True
     ),
     "integrated_gradients": MapKind(
-        "integrated gradients", "references:integrated_gradients_of_patches", "passes", "size",
-        signed=True, default=False,
+        "integrated gradients", "references:integrated_gradients_of_patches", "passes", "mean",
+        signed=True,
     ),
-    "rise": MapKind("RISE", "references:rise", "passes", "size", signed=True, default=False),
+    "rise": MapKind("RISE", "references:rise", "passes", "mean", signed=True),
 }  # fmt: skip

@@ -20,7 +20,8 @@ from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
 
 DEFAULTS = RolloutOptions()
-MAP_KINDS = {kind: entry for kind, entry in ALL_KINDS.items() if entry.default}
+# Drawn by default: all but the references, which take many passes. The tab has no maps of pixels.
+MAP_KINDS = {kind: entry for kind, entry in ALL_KINDS.items() if entry.needs != "passes"}
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,8 @@ def map_of(
         keywords |= {"readout": layout.readout, "num_prefix_tokens": layout.num_prefix_tokens}
     values: Tensor = resolve_name(f"vit.explain.{entry.function}")(*readings, **keywords).float()
     values = values.unflatten(1, layout.grid) if values.ndim == 2 else values
-    patches = math.prod(layout.grid)
     if entry.unit == "uniform":
-        return values * (layout.num_prefix_tokens + patches)
-    if entry.unit == "mean":
-        return values / values.sum(dim=(1, 2), keepdim=True).clamp(min=1e-30) * patches
+        return values * (layout.num_prefix_tokens + math.prod(layout.grid))
     return values / values.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
 
 

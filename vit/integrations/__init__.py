@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vit.console import shorten, warn
 from vit.data.preprocess import Preprocess
-from vit.reporting.add_attention import add_attention, check_attention
+from vit.reporting.add_attention import add_attention, check_reading
 from vit.settings import require
 
 RGB = tuple[float, float, float]
@@ -33,7 +33,8 @@ class AttentionLog:
         model: nn.Module | None = None, **shown: Any,
     ) -> None:  # fmt: skip
         require(every >= 1, "every", every, "at least 1")
-        inspect.signature(add_attention).bind_partial(**shown)  # a TypeError names what is unknown
+        # A TypeError names what is unknown, or what the callback itself passes.
+        inspect.signature(add_attention).bind_partial(None, images=images, step=0, **shown)
         size = (images.shape[-2], images.shape[-1])
         self.inputs = Preprocess(size, tuple(mean), tuple(std)).normalize(images)
         self.images, self.every, self.shown, self.last = images, every, shown, 0
@@ -43,7 +44,7 @@ class AttentionLog:
         """Raise a ValueError if the attention of a model cannot be read."""
         self.last = 0
         try:
-            check_attention(self.images, **{**self._see(model, read), **self.shown})
+            check_reading(self.images, **{**self._see(model, read), **self.shown})
         except Exception as error:  # of many kinds, depending on the model
             reason = f"{type(model).__name__} cannot be logged: {shorten(error, 300)}"
             raise ValueError(f"{reason}; leave out AttentionCallback, or name a model=") from error
@@ -60,7 +61,8 @@ class AttentionLog:
         if writer is None:
             return
         try:
-            add_attention(writer, "attention", self.images, step=step, **{**seen, **self.shown})
+            shown = {"tag": "attention", **seen, **self.shown}
+            add_attention(writer, images=self.images, step=step, **shown)
         except ValueError as error:  # such as rows that do not sum to 1
             warn(f"the attention of step {step} is not logged: {error}")
 

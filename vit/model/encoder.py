@@ -104,9 +104,9 @@ class EncoderBlock(nn.Module):
         attn: MultiHeadSelfAttention | WholeAttention,
         mlp: Mlp,
         dim: int,
-        init_values: float | None = None,
-        drop_path: float = 0.0,
-        norm_eps: float = 1e-6,
+        init_values: float | None,
+        drop_path: float,
+        norm_eps: float,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)

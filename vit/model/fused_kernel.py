@@ -46,6 +46,7 @@ def is_released(attention: Any, softmax: Any) -> bool:
     return False
 
 
+@functools.cache  # of the code that runs: its file may be edited meanwhile
 def source_digest(code: Any) -> str:
     """Hash a function or class without comments, layout and what it calls; "" without source."""
     try:  # __code__ belongs to a wrapper, not to the function that it wraps

@@ -59,8 +59,8 @@ class ReadSoftmax(TorchFunctionMode):
         return self._gated(func(scores, *args[1:], **options).masked_fill(~mask, 0.0))
 
     def _mask_of(self, scores: Tensor) -> Tensor | None:
-        """Return the mask of scores, in their shape."""
-        if self.mask is None:
+        """Return the mask of scores (..., N, N), in their shape."""
+        if self.mask is None or scores.shape[-2:] != self.size[2:]:
             return None
         mask = self.mask.expand(self.size)
         whole = scores.numel() == mask.numel()

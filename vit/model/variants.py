@@ -168,7 +168,10 @@ def is_edited(name: str) -> bool:
 
 def attention_code(model: ModelConfig) -> str:
     """Hash the code of a model's attention, see `source_digest`; "" for a timm model."""
-    return source_digest(attention_of(model.attention)) if model.name == "vit" else ""
+    if model.name != "vit":
+        return ""
+    code: Any = attention_of(model.attention)
+    return source_digest(code)
 
 
 def attention_of(name: str) -> Attention:

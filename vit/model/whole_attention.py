@@ -124,26 +124,6 @@ def stores_results(model: nn.Module) -> bool:
     return False
 
 
-@torch.no_grad()
-def what_is_lost(
-    attention: Attention, dim: int, num_heads: int, grid: Grid, prefix: int = 0, **options: Any
-) -> str:
-    """Return why a model file would not store all of an attention; "" if it does."""
-    place: dict[str, Any] = {"grid": grid, "num_prefix_tokens": prefix, **options}
-    trained, loaded = (build_attention(attention, dim, num_heads, **place).eval() for _ in range(2))
-    tokens = torch.randn(1, prefix + math.prod(grid), dim)
-    output = trained(tokens)
-    if not torch.equal(output, trained(tokens)):
-        return ""  # it is random
-    try:
-        loaded.load_state_dict(trained.state_dict())
-    except RuntimeError:
-        return "it makes parameters outside of its constructor"
-    if torch.allclose(output, loaded(tokens), atol=1e-4, equal_nan=True):
-        return ""
-    return "it has tensors that are neither parameters (nn.Parameter) nor buffers (register_buffer)"
-
-
 class WholeAttention(nn.Module):
     """A whole attention module with the interface of `MultiHeadSelfAttention`.
 

@@ -128,6 +128,12 @@ def _fit_vit(
     before, now = source.settings["patch_size"], model.patch_size or PATCH_SIZE
     old_grid = (height // before, width // before)
     grid = (images.image_size[0] // now, images.image_size[1] // now)
+    if 0 in grid:
+        size = sides(images.image_size)
+        raise ValueError(
+            f"model.patch_size: {now} is larger than the images, {size} pixels; use a smaller one, "
+            "or a larger data.image_size"
+        )
     tokens = source.settings["class_token"] + source.settings["reg_tokens"]
     if "pos_embed" in weights and grid != old_grid:
         prefix = 0 if model.no_embed_class else tokens

@@ -97,7 +97,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         add_live(writer, model, torch.from_numpy(pixels).permute(0, 3, 1, 2), step)
 
 
-def check_attention(
+def check_reading(
     images: Tensor, weights: Tensor | Sequence[Tensor], grid: tuple[int, int],
     num_prefix_tokens: int, logits: Tensor | None = None, classes: Sequence[str] = (),
     labels: Tensor | Sequence[int] | None = None, **_: Any,

@@ -54,15 +54,16 @@ def classify_corrupted(
 ) -> dict[str, Tensor]:
     """Return which images are classified correctly: (5, N) bool by corruption, (1, N) for "clean".
 
-    The file at `path` keeps the results. They are used again if the seed and the logits of the
-    clean images are the same.
+    The file at `path` keeps the results. They are used again if the seed, the labels and the
+    logits of the clean images are the same.
     """
     from vit.data.corruptions import corrupt  # with SciPy, which is optional
 
     labels, size = images.labels.cpu(), min(PART, batch_size)
     cores = 1 if stores_results(classifier.model) else torch.get_num_threads()
     clean = classifier.logits(images, batch_size).cpu()
-    settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"
+    inputs = clean.numpy().tobytes() + labels.numpy().tobytes()
+    settings = f"seed {seed}, SHA-256 {hashlib.sha256(inputs).hexdigest()}"
     correct = {"clean": (clean.argmax(dim=1) == labels)[None]}
     correct |= _read_stored(path, settings, len(images))
     # disable=None shows the bar on terminals only.

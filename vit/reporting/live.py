@@ -117,7 +117,7 @@ class LiveLog:
         weights = weights_of(classifier, dtype)
         if len(weights) > room:
             reason = f"its weights, {len(weights) / 1e6:.1f} MB as float32, do not fit into the "
-            reason += f"{max(room, 0) / 1e6:.1f} MB left of track.live_mb"
+            reason += f"{max(room, 0) / 1e6:.1f} MB left for them"
             warn(f"the Attention tab cannot run step {step}: {reason}")
             return
         self._room -= len(weights)

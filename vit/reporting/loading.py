@@ -22,8 +22,7 @@ from vit.data.layout import check_stored, is_stored, join, recognize
 from vit.files import inside, require_file
 from vit.model_file import BUNDLED, SavedModel
 from vit.pretrained.load import load
-from vit.run.checkpoint import CHECKPOINT_FOLDER
-from vit.run.folder import EVAL_FOLDER, MODEL_FILE
+from vit.run.folder import EVAL_FOLDER
 from vit.settings import parse
 
 
@@ -52,7 +51,7 @@ def results_folder(
     inside the run or `out`, see `inside`.
     """
     variant = {1: [], 2: ["flip"]}.get(saved.views, [f"views_{saved.views}"])
-    if saved.path.parent.name == CHECKPOINT_FOLDER and (saved.run / MODEL_FILE).exists():
+    if saved.superseded:
         variant.append(f"step_{saved.step}")
     if root is not None and not data_of(saved, root)[1]:
         place = Path(os.path.realpath(root))

@@ -39,8 +39,8 @@ def export_page(saved: SavedModel, target: Path, steps: str, log: Callable[[Path
     """Write what training and `eval.py RUN maps` have logged as an HTML file.
 
     It shows the logged `steps`: "all" or "last". `log` logs images in a folder, for a model of
-    which nothing is logged. ValueError if another file is in the way, or if there are no logs and
-    no test images or attention maps.
+    which nothing is logged, as for an earlier checkpoint. ValueError if another file is in the way,
+    or if there are no logs and no test images or attention maps.
     """
     is_own = target.exists() and MARK in require_file(target).read_bytes()
     require_replaceable(is_own, [target], "is not an export")
@@ -48,7 +48,7 @@ def export_page(saved: SavedModel, target: Path, steps: str, log: Callable[[Path
     logs = {saved.name: saved.run, f"{saved.name}/{below}": saved.run / below}
     for events in (file for folder in logs.values() for file in folder.glob("*tfevents*")):
         require_file(events)
-    elements = _elements(logs, steps)
+    elements = [] if saved.superseded else _elements(logs, steps)
     if not elements:
         with tempfile.TemporaryDirectory() as folder:
             log(Path(folder))

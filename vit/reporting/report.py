@@ -29,7 +29,6 @@ from vit.settings import parse
 
 MISTAKES = 16  # images in the gallery
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
-RANKED_AT_ONCE = 1000  # images; limits peak memory
 
 
 def write_report(
@@ -143,10 +142,10 @@ def prediction_rows(
     classifier: Classifier, images: ImageSet, logits: Tensor, indices: Tensor
 ) -> Iterator[dict[str, Any]]:
     """Yield the row in predictions.csv of each of the images (N) with logits (N, C) at indices."""
-    for part in indices.split(RANKED_AT_ONCE):
-        for index, ranking in zip(part.tolist(), classifier.ranked(logits[part], TOP), strict=True):
-            label = {"label": images.classes[images.labels[index]]}
-            yield images.entry(index) | label | columns_of("prediction", ranking)
+    rankings = classifier.ranked(logits[indices], TOP)
+    for index, ranking in zip(indices.tolist(), rankings, strict=True):
+        label = {"label": images.classes[images.labels[index]]}
+        yield images.entry(index) | label | columns_of("prediction", ranking)
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> np.ndarray:

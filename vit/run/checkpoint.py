@@ -65,8 +65,7 @@ Pairs = Annotated[Tensor, BeforeValidator(_as_pairs)]  # losses and accuracies, 
 class Checkpoint:
     """The contents of a checkpoint: the state of a run, and what resuming it needs.
 
-    A checkpoint of an earlier version may lack the fields that have defaults; it can be evaluated
-    but not resumed.
+    A checkpoint of an earlier version may lack the fields that have defaults.
     """
 
     step: settings.Steps  # optimizer steps done

@@ -57,8 +57,7 @@ EXPORTS = {
 _RESULTS = (
     *(REPORT_FILE, *REPORT_FILES, CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE, PHOTOS_FILE),
     *(f"{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
-    *(f"{PHOTOS_FOLDER}/*{SHEET_SUFFIX}", "photos_part.csv"),
-    "probes/probe_*.png",  # of earlier versions
+    f"{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
 )
 _EXPORTED = (
     *(f"timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
@@ -68,7 +67,6 @@ _EXPORTED = (
 # checkpoints. The config is replaced: without one, a folder is no run.
 _WRITTEN = (
     *(METRICS_FILE, SPLIT_FILE, MODEL_FILE, "events.out.tfevents.*"),
-    *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{part}{name}" for part in ("", "with_*/") for name in _RESULTS),
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",

@@ -281,7 +281,7 @@ def choose_processes(config: Config, stored: Config | None, cores: int) -> int:
             raise ValueError(
                 f"train.processes: {settings.processes} is only for a CPU; use "
                 "--train.processes null, or start a process for each GPU with "
-                f"`torchrun --nproc_per_node {settings.processes} train.py ...`"
+                f"`torchrun --nproc_per_node {settings.processes} --no-python vit-train ...`"
             )
         return settings.processes
     if stored is not None and on_cpu:

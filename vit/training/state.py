@@ -141,12 +141,11 @@ class TrainState:
 
         A buffer may hold the -inf of a mask, but nothing undefined.
         """
-        for model in [self.model] if self.ema is None else [self.model, self.ema.module]:
-            if not all(bool(to_local(weight).isfinite().all()) for weight in model.parameters()):
-                return False
-            if any(bool(to_local(buffer).isnan().any()) for buffer in model.buffers()):
-                return False
-        return True
+        models = [self.model] if self.ema is None else [self.model, self.ema.module]
+        weights = (to_local(weight) for model in models for weight in model.parameters())
+        buffers = (buffer for model in models for buffer in model.buffers())
+        finite = all(weight.isfinite().all() for weight in weights)
+        return finite and not any(buffer.isnan().any() for buffer in buffers)
 
 
 def _load_pretrained(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -16,7 +16,6 @@ import { Toolbar } from "./toolbar.js";
 
 const POLL = 3000; // milliseconds between questions for new steps
 const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
-const STEP_OF = { a: "step", b: "step2" }; // the state's step of each side
 
 export class App {
   state = parseState(readAddress());
@@ -90,12 +89,11 @@ export class App {
   async #update(runs) {
     const known = JSON.stringify(runs);
     if (known === this.#known) return;
-    const before = new Map(this.runs.map((run) => [run.name, JSON.stringify(run)]));
-    for (const run of runs) {
-      if (!this.#lists.has(run.name) || before.get(run.name) === JSON.stringify(run)) continue;
-      if (run.name === this.state.run || run.name === this.state.run2) {
-        this.#follow(run.name, await fetchImages(run.name));
-      } else this.#lists.delete(run.name);
+    for (const { name, wall_time } of runs) {
+      if (!this.#lists.has(name) || this.newsOf(name) === wall_time) continue;
+      if (name === this.state.run || name === this.state.run2) {
+        this.#follow(name, await fetchImages(name));
+      } else this.#lists.delete(name);
     }
     [this.runs, this.#known] = [runs, known];
     await this.refresh();
@@ -155,13 +153,13 @@ export class App {
     const images = this.#lists.get(state.run)?.images ?? [];
     if (!state.image) state.image = this.#imageOf(state.run, this.#left);
     const first = this.#wanted(state.run, state.image, state.step, problems);
-    state.step = first.at?.step ?? state.step;
+    state.step ??= first.at?.step ?? null; // what was asked for, though the nearest is shown
     let otherStep = state.step2;
     if (otherStep === null && state.linked === "yes") otherStep = state.step;
     const image2 = this.secondImage();
     const wanted = state.run2 && this.#wanted(state.run2, image2, otherStep, problems);
     const second = wanted && { ...wanted, beside: first };
-    if (second) state.step2 = second.at?.step ?? state.step2;
+    if (second) state.step2 ??= second.at?.step ?? null;
     this.main.classList.toggle("two", Boolean(second));
     this.panes[1].element.hidden = !second;
     this.chooser.render(images, this.photo ? { ...state, image: null } : state);
@@ -399,22 +397,22 @@ export class App {
     this.set({ run, step: null, image: "", ...(this.state.linked === "yes" && { step2: null }) });
   }
 
-  /** Show another run beside this one, or this run at another step; null shows one pane. */
+  /** Show another run beside this one, or this run at another step; "" shows one pane. */
   compare(run) {
     const same = run === this.state.run;
-    this.set({ run2: run ?? "", image2: "", step2: same ? 0 : null, linked: same ? "no" : "yes" });
+    this.set({ run2: run, image2: "", step2: same ? 0 : null, linked: same ? "no" : "yes" });
   }
 
   chooseStep(side, step) {
     if (step === undefined) return undefined;
     const { linked, run2 } = this.state;
     const both = linked === "yes" && run2;
-    return this.set(both ? { step, step2: step } : { [STEP_OF[side]]: step });
+    return this.set(both ? { step, step2: step } : { [side === "a" ? "step" : "step2"]: step });
   }
 
   moveStep(by) {
-    const [{ steps }] = this.panes;
-    return this.chooseStep("a", steps[steps.indexOf(this.state.step) + by]);
+    const [{ steps, logged }] = this.panes;
+    return this.chooseStep("a", steps[steps.indexOf(logged?.step) + by]);
   }
 
   /** Return what is painted, as plain numbers: one object for each pane. */

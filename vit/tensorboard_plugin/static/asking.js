@@ -3,7 +3,7 @@
 import { Cache, fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
 import { changedPatches, changedPixels, mutedHeads } from "./edits.js";
 import { LiveModel, aborted } from "./live.js";
-import { MEAN, Weights, bestOf, range } from "./maths.js";
+import { Weights, bestOf, range, readToken } from "./maths.js";
 import { prepare } from "./photo.js";
 import { canvasesOf } from "./raster.js";
 
@@ -63,7 +63,7 @@ function orCancelled(promise) {
 }
 
 /** Return the pixels of a record's image, or of a photo, as the model of a step takes them. */
-export async function pixelsOf(record, spec, photo = null) {
+async function pixelsOf(record, spec, photo = null) {
   if (photo)
     return photos.get(JSON.stringify([...nameOf(photo), spec]), () => prepare(photo, spec));
   const { colour } = record;
@@ -159,11 +159,11 @@ function without(weights, removed, tokens) {
 }
 
 /** Return attention rollout as a map; the other kinds need gradients. */
-function rolloutOf({ details, prefix, layers }, weights) {
+function rolloutOf(record, weights) {
+  const { details, prefix, layers } = record;
   const logged = details.maps.find((map) => map.kind === "rollout");
   if (details.readout === null || !logged) return [];
-  const token = details.readout === "class_token" ? 0 : MEAN;
-  const values = [...weights.rollouts(token, "to")[layers - 1].slice(prefix.length)];
+  const values = [...weights.rollouts(readToken(record), "to")[layers - 1].slice(prefix.length)];
   return [{ ...logged, title: "attention rollout", values }]; // without options of the logged one
 }
 
@@ -176,7 +176,7 @@ function rolloutOf({ details, prefix, layers }, weights) {
  * @returns {Promise<object>} See `LiveModel.classify`.
  */
 export async function classify(app, pixels = null, options = {}) {
-  const { step = app.state.step, mute = [], hide = [], fill = "out", ...unknown } = options;
+  const { step = app.panes[0].logged?.step, mute = [], hide = [], fill = "out", ...unknown } = options;
   const [name] = Object.keys(unknown);
   if (name) throw new Error(`There is no option ${name}; those are step, mute, hide and fill.`);
   if (!ALONE.includes(fill)) throw new Error(`fill must be one of ${ALONE.join(", ")}.`);

@@ -5,7 +5,7 @@
 
 import { range, tokenName } from "./maths.js";
 
-export const FILLS = {
+const FILLS = {
   mean: "hidden by the mean colour",
   blur: "blurred",
   other: "taken from another image",

@@ -26,11 +26,11 @@ export class HeadsView {
   #cells = [];
 
   /**
-   * Call `choose` and `mute` with a layer and a head that is clicked, with Shift to mute it, and
-   * `point` with what is under the pointer.
+   * `choose` gets the layer and head of a clicked map, `mute` those of a Shift-click, `point` what
+   * is under the pointer.
    */
   constructor({ choose, mute, point }) {
-    this.maps = new Raster(make("canvas", { "data-maps": "" }));
+    this.maps = new Raster(make("canvas"));
     this.over = make("canvas");
     this.anchor = make("i", "anchor");
     this.stack = make(

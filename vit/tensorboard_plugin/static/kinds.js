@@ -44,7 +44,7 @@ export function scaleOf(map, scales) {
 
 export class MapsView {
   #cards = [];
-  #drawn = null;
+  #drawn = [];
 
   constructor(actions) {
     this.actions = actions;
@@ -56,12 +56,10 @@ export class MapsView {
   layout(record, state, width) {
     const maps = mapsOf(record, state.target);
     const side = Math.min(SIDE, Math.floor(width / 2) - 24);
-    const again =
-      this.#drawn &&
-      this.#drawn.record === record &&
-      this.#drawn.side === side &&
-      maps.every((map, index) => map === this.#cards[index]?.map);
-    if (!again) this.#draw(record, maps, side); // else a card may keep the focus
+    const drawn = [record, side, targetOf(record, state.target)];
+    // Not drawn again without need, so that a card keeps the focus.
+    if (drawn.some((one, at) => one !== this.#drawn[at])) this.#draw(record, maps, side);
+    this.#drawn = drawn;
     const chosen = chosenMap(record, state);
     for (const { element, map } of this.#cards)
       element.setAttribute("aria-pressed", String(map === chosen));
@@ -70,7 +68,6 @@ export class MapsView {
   }
 
   #draw(record, maps, side) {
-    this.#drawn = { record, side };
     this.size = fitPicture(record, side, side);
     this.#cards = maps.map((map) => this.#card(record, map));
     this.list.replaceChildren(...this.#cards.map((card) => card.element));

@@ -127,6 +127,11 @@ export class Weights {
     return (this.#means[layer] = mean);
   }
 
+  /** Free what is computed again when it is needed. */
+  forget() {
+    this.#means = [];
+  }
+
   /** Return the mean over all patches of their attention in one head, (N,). */
   #ofPatches(layer, head, direction) {
     const n = this.tokens;
@@ -144,6 +149,10 @@ export class Weights {
     return Float32Array.from(values);
   }
 }
+
+/** Return the token that the classifier reads: the first, or MEAN. */
+export const readToken = ({ details, prefix }) =>
+  details.readout === "class_token" && prefix.length ? 0 : MEAN;
 
 /** Return a token's name, the same in all runs: "ROW, COLUMN" of a patch, or of a prefix token. */
 export function tokenName(token, { prefix, columns }) {

@@ -11,7 +11,7 @@ import { FeaturesView, patchesOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
-import { MEAN, middleOf, percent, range, tokenName, tokenOf } from "./maths.js";
+import { MEAN, middleOf, percent, range, readToken, tokenName, tokenOf } from "./maths.js";
 import { byOffset, recordsToAverage } from "./offsets.js";
 import { Picture } from "./picture.js";
 import { describe, onScale, show, valuesOf } from "./scene.js";
@@ -27,7 +27,6 @@ export class Pane {
   record = null; // what is shown: the same, or what the live model makes of it
   isLive = false;
   liveNote = "";
-  failed = false;
   images = []; // of the run, as listed by the server
   compared = []; // {record, features} of this image and of the second one
   averaged = []; // records whose attention by offset is shown
@@ -72,7 +71,7 @@ export class Pane {
     this.chips = make("div", {
       class: "chips",
       role: "group",
-      "aria-label": "Tokens that are no patches",
+      "aria-label": "Tokens other than patches",
     });
     this.colourBar = new ColourBar();
     this.lines = range(3).map(() => make("p"));
@@ -91,7 +90,7 @@ export class Pane {
       "p",
       "working",
       "The model is working … ",
-      button("Cancel", () => cancelAll()), // what was shown before stays
+      button("Cancel", () => cancelAll()),
     );
     this.host = make("div", "host");
     this.content = make(
@@ -133,10 +132,11 @@ export class Pane {
       return this.#fail(wanted.problem);
     }
     if (!this.record) this.#say("Loading …");
-    const slow = setTimeout(
-      () => turn === this.#turn && this.element.classList.add("loading"),
-      SLOW,
-    );
+    const slow = setTimeout(() => {
+      if (turn !== this.#turn) return;
+      this.working.hidden = !this.app.isChanged(); // else a record takes long
+      this.element.classList.add("loading");
+    }, SLOW);
     try {
       this.fetched = fetchRecord(wanted.run, wanted.image, wanted.at);
       const logged = await this.fetched;
@@ -151,7 +151,7 @@ export class Pane {
       const averaged = await recordsToAverage(record, wanted, this.app.state);
       if (!isCurrent()) return undefined;
       this.#painted = turn;
-      this.failed = false;
+      if (this.logged !== logged) this.logged?.weights?.forget();
       this.logged = logged;
       this.record = record;
       this.compared = compared;
@@ -213,17 +213,16 @@ export class Pane {
   }
 
   #fail(problem) {
-    this.failed = true;
     this.logged = this.record = null;
     this.compared = [];
-    this.#say(problem);
+    this.#say(problem, true);
   }
 
   /** Say something instead of showing the record; nothing shows the record. */
-  #say(text) {
+  #say(text, wrong = false) {
     write(this.message, text);
     this.message.hidden = text === "";
-    this.message.classList.toggle("wrong", this.failed);
+    this.message.classList.toggle("wrong", wrong);
     this.content.hidden = text !== "";
   }
 
@@ -324,11 +323,11 @@ export class Pane {
     const pointer = app.pointed === null ? null : tokenOf(app.pointed, record);
     const isByOffset = state.direction === "offset";
     const ofPatches = isByOffset || state.view === "features"; // other tokens have no place, no features
-    const byDefault =
-      !ofPatches && record.details.readout === "class_token" && record.prefix.length ? 0 : MEAN;
+    const byDefault = ofPatches ? MEAN : readToken(record);
     let token = pinned ?? (app.brushes ? null : pointer) ?? byDefault;
     if (isByOffset && token < record.prefix.length) token = middleOf(record);
-    const attention = record.weights && this.#attention(token, state.direction);
+    const isShown = state.view === "heads" && record.weights;
+    const attention = isShown ? this.#attention(token, state.direction) : null;
     const scene = { state, token, pinned: pinned !== null, pointer, attention, probe: this.#probe };
     scene.similar = similaritiesOf(record, state.compared, token);
     scene.values = attention && valuesOf(attention, state.layer, state.head);

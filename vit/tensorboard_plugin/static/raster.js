@@ -3,19 +3,15 @@
 export const MARK = "#00d5ff"; // outlines the token in question; inferno has no blue like it
 export const CHANGED = "#7cff6b"; // marks changed patches and muted heads; no map has this green
 
-/** Device pixels to one CSS pixel. */
-export function ratio() {
-  return Math.max(1, Math.ceil(window.devicePixelRatio || 1));
-}
-
 /** Give a canvas a size in CSS pixels; its context then draws in CSS pixels. */
 export function resize(canvas, width, height) {
-  canvas.width = width * ratio();
-  canvas.height = height * ratio();
+  const ratio = Math.ceil(window.devicePixelRatio); // device pixels to one CSS pixel
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
   canvas.style.width = `${width}px`;
   canvas.style.height = `${height}px`;
   const context = canvas.getContext("2d");
-  context.setTransform(ratio(), 0, 0, ratio(), 0, 0);
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
   return context;
 }
 

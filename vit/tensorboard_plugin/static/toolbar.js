@@ -20,7 +20,6 @@ const CONTRAST = [
   "automatic: all values that are shown, on both sides",
   "fixed unless even: automatic for the large map where fixed would show one even colour",
 ].join("\n");
-const NONE = JSON.stringify(null); // no run has this name, because names are quoted
 
 // Menus of a part of the state: its options, the name of the menu, and what explains it.
 const MENUS = {
@@ -33,8 +32,8 @@ const MENUS = {
 export class Toolbar {
   constructor(app) {
     this.app = app;
-    this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)), { title: LISTED });
-    this.others = menu("Compare with", (value) => app.compare(JSON.parse(value)));
+    this.runs = menu("Run", (run) => app.chooseRun(run), { title: LISTED });
+    this.others = menu("Compare with", (run) => app.compare(run));
     this.linked = this.#checkbox("linked", { step2: null });
     this.image2 = menu("Image of the second pane", (image2) => app.set({ image2 }));
     this.comparing = make(
@@ -131,10 +130,8 @@ export class Toolbar {
     const { state } = app;
     this.whatIf.render();
     this.#renderRuns(app.runs, state);
-    for (const tab of tabs) {
-      const chosen = tab.id === `tab-${state.view}`;
-      tab.setAttribute("aria-selected", String(chosen));
-    }
+    for (const tab of tabs)
+      tab.setAttribute("aria-selected", String(tab.id === `tab-${state.view}`));
     for (const [name, [options]] of Object.entries(MENUS))
       offer(this.menus[name], Object.entries(options), state[name]);
     for (const [view, group] of Object.entries(this.groups)) group.hidden = view !== state.view;
@@ -156,14 +153,10 @@ export class Toolbar {
   }
 
   #renderRuns(runs, { run, run2, linked }) {
-    const options = (nameOf) => runs.map(({ name }) => [JSON.stringify(name), nameOf(name)]);
-    offer(
-      this.runs,
-      options((name) => name),
-      JSON.stringify(run),
-    );
-    const others = options((name) => (name === run ? "this run, another step" : name));
-    offer(this.others, [[NONE, "nothing"], ...others], run2 ? JSON.stringify(run2) : NONE);
+    const options = runs.map(({ name }) => [name, name]);
+    offer(this.runs, options, run);
+    const others = options.map(([name]) => [name, name === run ? "this run, another step" : name]);
+    offer(this.others, [["", "nothing"], ...others], run2);
     this.comparing.hidden = run2 === "";
     this.linked.checked = linked === "yes";
   }

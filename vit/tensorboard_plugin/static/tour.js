@@ -86,9 +86,9 @@ function answerOf({ details, className }) {
 }
 
 /** Return rollout of what the classifier reads, for each patch. */
-function rolloutOf({ details, weights, layers, prefix }) {
-  const token = details.readout === "class_token" && prefix.length ? 0 : MEAN;
-  return weights.rollouts(token, "to")[layers - 1].slice(prefix.length);
+function rolloutOf(record) {
+  const { weights, layers, prefix } = record;
+  return weights.rollouts(readToken(record), "to")[layers - 1].slice(prefix.length);
 }
 
 /** Return how the patch that rollout finds looks at one other patch, sharpest head first. */
