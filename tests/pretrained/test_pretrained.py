@@ -22,7 +22,7 @@ from small_runs import Payload, assert_same, begin, small
 from vit.classifier import build_model
 from vit.commands.train import load_data, train
 from vit.config import Config, to_dict
-from vit.data.config import DataConfig
+from vit.data.config import AugmentConfig, DataConfig
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model.config import ModelConfig
@@ -649,9 +649,8 @@ def test_a_run_of_a_timm_model_names_it(tmp_path):
 
 
 def test_patches_larger_than_the_images_are_refused(files, tmp_path):
-    data = DataConfig(name="shapes", image_size=(2, 2))
+    data, still = DataConfig(name="shapes", image_size=(2, 2)), AugmentConfig(crop_padding=0)
     model = ModelConfig(pretrained=str(files / "bare.safetensors"))
-    with pytest.raises(
-        ValueError, match=r"^model\.patch_size: \d+ is larger than the images, 2 x 2"
-    ):
-        resolve_pretrained(Config(out=str(tmp_path), data=data, model=model), None)
+    config = Config(out=str(tmp_path), data=data, model=model, augment=still)
+    with pytest.raises(ValueError, match=r"^model\.patch_size: \d+ is larger than the images, 2 x"):
+        resolve_pretrained(config, None)
