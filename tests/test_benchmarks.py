@@ -194,7 +194,7 @@ def test_benchmark_starts(name, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_ratios_come_from_the_same_round() -> None:
+def test_ratios_come_from_the_same_round():
     """The machine is twice as slow in the second round, which affects both alike."""
     first, second = timing.compare({"a": [1.0, 2.0, 1.0], "b": [0.5, 1.0, 0.4]}).values()
     assert first.speed() == "1.00 x  (1.00 to 1.00)"
@@ -207,20 +207,20 @@ def test_ratios_come_from_the_same_round() -> None:
     assert busy.cost() == "no verdict: the machine is busy, rounds differ by 1.6 x; run again"
 
 
-def test_functions_take_turns_after_a_round_of_warm_up() -> None:
+def test_functions_take_turns_after_a_round_of_warm_up():
     calls: list[str] = []
     works = {name: partial(calls.append, name) for name in "ab"}
     assert list(timing.take_turns(works, rounds=2)) == ["a", "b"] and calls == ["a", "b"] * 3
 
 
-def test_the_table_of_records_is_that_of_their_files() -> None:
+def test_the_table_of_records_is_that_of_their_files():
     paths = sorted(speedrun.RECORDS.glob("*.json"))
     assert paths
     page = (speedrun.REPOSITORY / "docs/speedrun.md").read_text()
     assert page.endswith(f"\n{speedrun.table(paths)}\n")
 
 
-def test_tables_by_hand() -> None:
+def test_tables_by_hand():
     assert tables.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     assert tables.plus_minus(1.5, 0.25, "+.2f") == "+1.50 ± 0.25"
     assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"

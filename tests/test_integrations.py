@@ -64,7 +64,7 @@ def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) 
         assert np.abs(codes * scale[..., None] - expected).max() <= expected.max() / 510 + 1e-6
 
 
-def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys: Any) -> None:
+def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys):
     found = {"weights": torch.ones(1, 2, 1, 17, 17), "grid": (4, 4), "num_prefix_tokens": 1}
     AttentionLog(IMAGES[:2], 3).add(object(), torch.nn.Linear(2, 2), 3, lambda *_: found)
     assert "the attention of step 3 is not logged: weights: rows" in capsys.readouterr().err
@@ -76,7 +76,7 @@ def small_model(seed: int = 0, **changes: Any) -> vit.VisionTransformer:
     return vit.VisionTransformer(**options | {"in_chans": 3, "num_heads": 2} | changes)
 
 
-def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) -> None:
+def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path):
     """Beside a frozen teacher, which comes first, and an average of the weights."""
     loggers = pytest.importorskip("lightning.pytorch.loggers")
     from vit.integrations.lightning import AttentionCallback
@@ -117,7 +117,7 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) 
     torch.testing.assert_close(log(), top(module.student), atol=1e-4, rtol=0)
 
 
-def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts() -> None:
+def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts():
     pytest.importorskip("lightning.pytorch")
     pytest.importorskip("transformers", minversion="5.0")
     from vit.integrations import lightning, transformers
@@ -151,7 +151,7 @@ def lightning_module(model: torch.nn.Module) -> Any:
     return Module()
 
 
-def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning(tmp_path, monkeypatch):
     lightning = pytest.importorskip("lightning.pytorch")
 
     def begin() -> dict[str, Any]:
@@ -181,7 +181,7 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(tmp_path / "runs/lightning_logs/version_0", weights, logits, prefix=1)
 
 
-def test_lightning_with_other_loggers(tmp_path: Path) -> None:
+def test_lightning_with_other_loggers(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
     from vit.integrations.lightning import AttentionCallback
 
@@ -204,9 +204,7 @@ def test_lightning_with_other_loggers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("ViT", 1), ("Beit", 1), ("Siglip", 0)])
-def test_transformers(
-    name: str, prefix: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers(name, prefix, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     pytest.importorskip("accelerate")
     values = {

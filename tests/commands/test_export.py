@@ -314,9 +314,7 @@ def programs() -> dict[str, str]:
     return dict(re.findall(r"### ([\w. ]+)\n(?:(?!###).)*?```python\n(.*?)```", PAGE, re.DOTALL))
 
 
-def test_the_server_answers_four_clients_at_once_as_predict_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_answers_four_clients_at_once_as_predict_does(tmp_path, monkeypatch):
     (code,) = re.findall(r"## In a server\n.*?```python\n(.*?server)\.serve_", PAGE, re.DOTALL)
     save(tmp_path, {})
     monkeypatch.setattr("http.server.BaseHTTPRequestHandler.log_message", lambda *_: None)
