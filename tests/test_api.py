@@ -53,9 +53,6 @@ def test_a_classifier_is_printed_in_a_line():
     assert shown.startswith("Classifier(VisionTransformer, 10 classes, 32x32 pixels, 3 ")
 
 
-# Public names.
-
-
 def test_signatures_and_the_api_page_are_up_to_date():
     assert {*vit.__all__} <= {*dir(vit)}
     command = "if the change is intended, run python tests/public_api.py"

@@ -90,9 +90,6 @@ TINY = "--images 10 --draws 1 --few 50 --epochs 1 --kinds lrp rollout"
 TABLES = ("weights replaced by those of an untrained model, 1 draws", "shuffled", "test accuracy")
 
 
-# Fillings.
-
-
 SIZE = (10, 14)
 
 
@@ -172,9 +169,6 @@ def test_blur_by_hand():
     assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
 
 
-# Every benchmark.
-
-
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = [
     f"benchmarks.{path.parent.name}.{path.stem}"
@@ -227,9 +221,6 @@ def test_tables_by_hand():
     # Student's t with two degrees of freedom: 4.3027.
     found = tables.mean_of_runs([0.1, 0.2, 0.3])
     assert found == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)
-
-
-# Faithfulness by filling.
 
 
 @pytest.fixture(scope="module")

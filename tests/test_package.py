@@ -164,9 +164,6 @@ def test_lock_holds_every_pin_with_hashes(lock):
         assert re.fullmatch(r"[\w.-]+(\[\w+\])?==\S+( ; .+?)?( +--hash=sha256:[0-9a-f]{64})+", line)
 
 
-# What is imported.
-
-
 # Where a name that a user chooses is looked up, and the names that `vit` itself offers.
 LOOKUPS = {"vit/__init__.py", "vit/cli.py", "vit/data/datasets.py", "vit/explain/maps.py"}
 

@@ -53,9 +53,6 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Other data and settings.
-
-
 def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(trained, base, call):
     run, others = base / "run", base / "others"
     shutil.copytree(trained / "pictures", others / "test")  # 80 images, most of the training
@@ -108,9 +105,6 @@ def test_maps_decode_only_the_images_that_they_need(base, call, monkeypatch):
     assert ended.code == 0 and 0 < sum(numbers) < 10
 
 
-# Parts of a report.
-
-
 def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_changed(
     base, call, monkeypatch
 ):
@@ -159,9 +153,6 @@ def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_c
     kept = _kept_parts(folder, "another digest", first["weights"])
     assert kept == {"training": first["training"]}
     assert _kept_parts(folder, "another digest", fourth["weights"]) == {}
-
-
-# Before the work, and when it is interrupted.
 
 
 @pytest.mark.parametrize(
@@ -252,9 +243,6 @@ def test_maps_that_are_interrupted_leave_the_earlier_ones(trained, call, tmp_pat
 
 def interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
-
-
-# Precision.
 
 
 def test_predictions_and_calibration_are_float32_after_training_in_bfloat16(trained, base, call):

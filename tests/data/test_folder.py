@@ -76,9 +76,6 @@ def read(root: Path, train: bool, test_fraction: float | None = None) -> ImageSe
     return list_folder(folder(root, test_fraction=test_fraction), train)
 
 
-# What is read.
-
-
 def test_images_are_the_pictures_and_those_for_training_are_mixed_always_alike(root):
     test, data, again = (load("folder", root, train=train) for train in (False, True, True))
     assert torch.equal(data.images, again.images) and torch.equal(data.labels, again.labels)
@@ -212,9 +209,6 @@ def test_folders_that_may_be_parts_or_classes_are_refused_with_both_readings(roo
         assert words.endswith(words.partition(" as parts")[0])
 
 
-# Broken pictures.
-
-
 BROKEN: list[tuple[str, Callable[[Path], Any]]] = [
     ("train", lambda path: path.write_bytes(next(path.parent.iterdir()).read_bytes()[:2000])),
     ("test", Image.new("1", (9500, 9500)).save),  # at which Pillow only warns
@@ -263,9 +257,6 @@ def test_all_broken_pictures_are_named_at_once(root, memory):
     assert len({*listed}) == 10 and {*listed} < {str(path.relative_to(root)) for path in broken}
 
 
-# Wrong layouts.
-
-
 def only_bad_pictures(root: Path) -> None:
     for path in (root / "test" / "dog").iterdir():
         path.write_bytes(b"")
@@ -300,9 +291,6 @@ def test_what_cannot_be_split_is_refused(root, classes_only):
         shutil.rmtree(classes_only / name)
     with pytest.raises(ValueError, match=r"has 1 classes \(c d\); a classifier needs at least two"):
         read(classes_only, train=True)
-
-
-# Recognizing a user's images.
 
 
 def test_images_are_recognized(root, classes_only, tmp_path):
@@ -367,9 +355,6 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp
     file.write_text("data: {root: data}")
     with pytest.raises(ValueError, match=r"^data\.root: data does not contain svhn .*name svhn to"):
         parse_train(["--config", str(file), "--config", "later"])
-
-
-# Runs.
 
 
 def config(root: Path, out: Path, **data: Any) -> Config:

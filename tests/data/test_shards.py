@@ -109,9 +109,6 @@ def test_shards_made_as_documented_give_the_images_of_the_folder_and_a_report(
     assert report["n"] == 6 and [*report["per_class"]] == [*CLASSES]
 
 
-# What is read.
-
-
 def test_a_shard_that_changes_is_read_again(root):
     first, again = read(root), read(root)
     assert again.images.paths == first.images.paths and again.fingerprint == first.fingerprint
@@ -120,9 +117,6 @@ def test_a_shard_that_changes_is_read_again(root):
     assert names(changed)[10:12] == ["0100.png", "0101.webp"]
     assert changed.labels[10:12].tolist() == [1, 2] and len(changed.labels) == 22
     assert changed.fingerprint != first.fingerprint
-
-
-# Layouts.
 
 
 def test_names_of_classes_are_numbers_without_a_list(root):
@@ -175,9 +169,6 @@ def test_members_may_have_folders_and_companions(tmp_path, layout):
     assert images.images.paths[0].open().read() == picture
 
 
-# Mistakes.
-
-
 def add(members: dict[str, bytes | None]) -> Callable[[Path], None]:
     """Add members to train/001.tar, replace them, or leave them out."""
 
@@ -217,9 +208,6 @@ def test_a_mistake_is_one_line_that_names_shard_and_member(root, spoil, words):
         load_training(DataConfig(name="shards", root=str(root), memory_gb=0), seed=0)
     words = words.replace("SHARD", r"ROOT/train/001\.tar").replace("ROOT", re.escape(str(root)))
     assert re.match(rf"data\.root: {words}", str(info.value)) and "\n" not in str(info.value)
-
-
-# Hostile headers.
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE, content: bytes = b"") -> bytes:

@@ -70,9 +70,6 @@ def break_file(path: Path) -> bytes:
     return content
 
 
-# The same images, labels and batches.
-
-
 def test_images_are_the_same_in_memory_and_in_files(pictures):
     kept = load_training(folder(pictures, memory_gb=1), 0)
     for workers in (0, 2):
@@ -85,9 +82,6 @@ def test_images_are_the_same_in_memory_and_in_files(pictures):
             some = torch.tensor([4, 0, 4])
             assert torch.equal(one.select(some).pixels(), other.select(some).images)
             assert torch.equal(torch.cat(list(one.images.split(7))), other.images)
-
-
-# Runs.
 
 
 def streaming(out: Path, root: Path, **data: Any) -> Config:
@@ -161,9 +155,6 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
     assert_same_state(run(config), kept)
 
 
-# Memory.
-
-
 def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(pictures, monkeypatch):
     images = open_images(folder(pictures), train=True)
     need = images.images.nbytes
@@ -180,9 +171,6 @@ def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(pictures,
         monkeypatch.setattr(torch, "get_device_module", lambda _, module=module: module)
         monkeypatch.setattr("vit.data.datasets.free_memory", lambda: 99 * need)
         assert fit_into_memory([images], None, torch.device("cuda")) == fits
-
-
-# Workers.
 
 
 def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_alone(
@@ -332,9 +320,6 @@ def test_workers_end_with_their_process_however_it_ends(pictures, end):
         assert process.exitcode in (1, -signal.SIGKILL)
         while any(map(is_alive, workers)):
             time.sleep(0.01)
-
-
-# Files that cannot be read.
 
 
 def test_unreadable_files_are_skipped_in_memory_and_when_streamed(root, capsys):
