@@ -303,7 +303,9 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_untrained(folder, {"embed_dim": 24, "depth": 2, "patch_size": 8})
 
 
-def test_report_gets_metrics_of_every_kind_of_images(untrained, tmp_path, monkeypatch):
+def test_unfamiliar_images_are_loaded_and_a_folder_of_them_is_measured(
+    untrained, tmp_path, monkeypatch
+):
     monkeypatch.setattr(unfamiliar, "NOISE", 30)
     monkeypatch.setattr("vit.intervals.RESAMPLES", 20)
     draw_pictures(tmp_path, 12, ["photos"])

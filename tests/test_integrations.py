@@ -48,7 +48,9 @@ def run_example(code: str, changes: dict[str, str], **given: Any) -> None:
     exec(code, {**GIVEN, **given})
 
 
-def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) -> None:
+def check(
+    folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int, readout: str
+) -> None:
     """Check the records; weights and logits are those of the model after the last step."""
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
     for number in range(2):
@@ -58,6 +60,7 @@ def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) 
         details, stored = (event[-1].tensor_proto.string_val[0] for event in found.values())
         shown = decode_details(details)
         assert (shown.grid, len(shown.prefix), shown.classes) == ((4, 4), prefix, [*KINDS])
+        assert shown.readout == readout
         assert [index for index, _ in shown.top] == logits[number].topk(5).indices.tolist()
         codes, scale = decode_weights(stored)
         expected = torch.stack([layer[number] for layer in weights]).numpy()
@@ -178,7 +181,7 @@ def test_lightning(tmp_path, monkeypatch):
     with torch.no_grad():
         reader = require_attention(module.model.eval())
         logits, weights, _ = reader.forward_intermediates(normalized(IMAGES[:2]))
-    check(tmp_path / "runs/lightning_logs/version_0", weights, logits, prefix=1)
+    check(tmp_path / "runs/lightning_logs/version_0", weights, logits, 1, "class_token")
 
 
 def test_lightning_with_other_loggers(tmp_path):
@@ -203,8 +206,11 @@ def test_lightning_with_other_loggers(tmp_path):
     assert b"attention_00" in events.read_bytes()
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("ViT", 1), ("Beit", 1), ("Siglip", 0)])
-def test_transformers(name, prefix, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "prefix", "readout"),
+    [("ViT", 1, "class_token"), ("Beit", 1, "mean"), ("Siglip", 0, "mean")],
+)
+def test_transformers(name, prefix, readout, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     pytest.importorskip("accelerate")
     values = {
@@ -240,4 +246,4 @@ def test_transformers(name, prefix, tmp_path, monkeypatch):
     model.set_attn_implementation("eager")
     with torch.no_grad():
         output = model.eval()(pixel_values=normalized(IMAGES[:2]), output_attentions=True)
-    check(tmp_path / "runs/finetuned", output.attentions, output.logits, prefix)
+    check(tmp_path / "runs/finetuned", output.attentions, output.logits, prefix, readout)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 import time
 import urllib.parse
 import weakref
@@ -473,14 +474,15 @@ def test_a_failing_data_server_is_one_line_of_json():
 
 
 @pytest.mark.slow
-def test_tensorboard_has_the_tab_and_its_loaders_read_records(logs):
+def test_tensorboard_has_the_tab_and_its_loaders_read_records(logs, tmp_path):
     """A resumed run shows what it logged last: after an interruption, it goes on from step 5.
 
     The Python loader, in this process, takes the first purge_step for the start of the run, so that
     needs one, too.
     """
-    run, records = logs[0] / "resumed", {}
-    with serve(logs[0], "--load_fast=true") as address:
+    folder, records = shutil.copytree(logs[0], tmp_path / "logs"), {}
+    run = folder / "resumed"
+    with serve(folder, "--load_fast=true") as address:
 
         def ask(route: str, **parameters: object) -> Any:
             query = urllib.parse.urlencode(parameters)
@@ -510,7 +512,7 @@ def test_tensorboard_has_the_tab_and_its_loaders_read_records(logs):
                     records[step] = make_record(step + 100 * first)
                     add_summary(writer, summaries("photo", records[step]), step)
             wait(run.name, steps[-1])
-        for loader in (ask, asker(logs[0])):
+        for loader in (ask, asker(folder)):
             (image,) = json.loads(loader("images", run=run.name).data)["images"]
             assert [step["step"] for step in image["steps"]] == [0, 5, 10, 30]
             for step in (0, 5, 10, 30):

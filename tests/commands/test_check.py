@@ -192,6 +192,7 @@ def test_a_convolution_of_values_is_a_choice(tmp_path):
 def test_unrecognized_projections_fail_no_check(tmp_path):
     """Values without a projection, and queries and keys in another order."""
     for old, new in (("self.v(x)", "x"), ("q = self.q(x)", "v = self.v(x)\n        q = self.q(x)")):
+        assert old in RIGHT
         rows = check(define(tmp_path, RIGHT.replace(old, new)))
         assert not [
             row for row in rows if row.result == "failed" and "gradient" not in row.property
@@ -214,13 +215,18 @@ def test_attention_along_the_batch_is_found():
 
 
 def test_projections_without_layers_are_found(tmp_path):
-    """Matrices that are parameters are projections too."""
-    source = RIGHT.replace("self.q(x)", "(x @ self.wq)").replace("self.k(x)", "(x @ self.wk)")
     layers = (
         "self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)"
     )
     matrices = "self.wq, self.wk = (nn.Parameter(torch.randn(dim, dim) / 8) for _ in range(2))"
-    source = source.replace(layers, f"{matrices}\n        self.v = nn.Linear(dim, dim)")
+    source = RIGHT
+    for old, new in (
+        ("self.q(x)", "(x @ self.wq)"),
+        ("self.k(x)", "(x @ self.wk)"),
+        (layers, f"{matrices}\n        self.v = nn.Linear(dim, dim)"),
+    ):
+        assert old in source
+        source = source.replace(old, new)
     rows = check(define(tmp_path, source))
     assert [row for row in rows if row.result != "passed"] == []
 
@@ -349,3 +355,11 @@ def test_json_output_replaces_only_earlier_output(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^json: .*package\.json exists and is not of this"):
         run(f"{file}:Mine", CheckConfig(json=str(other)))
     assert other.read_text() == '[{"name": "mine"}]' and '"passed"' in own.read_text()
+
+
+def test_a_failed_property_ends_with_exit_code_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(ATTENTION, "wrong.py:Mine", None)  # removed at the end
+    (file := tmp_path / "wrong.py").write_text(RIGHT.replace("dim=-1)", "dim=1)"))
+    with pytest.raises(SystemExit) as ended:
+        run(f"{file}:Mine", CheckConfig())
+    assert ended.value.code == 1 and "✗ rows of weights sum to 1" in capsys.readouterr().out

@@ -357,10 +357,11 @@ def test_a_stopped_run_says_how_to_resume(overwrite, saved, tmp_path, capsys):
     checkpoint.touch()
     run = begin(small(tmp_path))
     run.stop.signal = signal.SIGINT
-    with pytest.raises(SystemExit), explained(run, overwrite):
+    with pytest.raises(SystemExit) as ended, explained(run, overwrite):
         if saved:
             os.utime(checkpoint, ns=(1, 1))
         raise Stopped
+    assert ended.value.code == 130
     how = " without --overwrite" if overwrite else ""
     words = f"{how} to resume after step 5" if saved or not overwrite else " to start over"
     assert f"SIGINT: rerun the command{words}" in capsys.readouterr().err

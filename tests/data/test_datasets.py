@@ -40,7 +40,7 @@ def test_normalization_is_that_of_the_training_images(name):
     assert std.tolist() == pytest.approx(DATASETS[name].std, abs=1e-4)
 
 
-def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
+def test_drawn_training_and_test_images_differ_and_need_no_root(tmp_path):
     training, test = (
         load("shapes", tmp_path / "nowhere", part, count=50) for part in (True, False)
     )

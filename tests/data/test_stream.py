@@ -33,7 +33,7 @@ from vit.data.photos import TarMember
 from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
 from vit.distributed.world import Stopped, World, stop_on_signals
-from vit.hardware import PROCESSES, usable_cores
+from vit.hardware import PROCESSES
 from vit.run.folder import check_run, prepare_run
 from worlds import in_world
 
@@ -181,7 +181,9 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
     assert files.num_workers == 0  # so few are decoded in this process
     with monkeypatch.context() as patch:
         patch.setattr(stream, "FEW", 48)
-        assert files.num_workers == min(max(1, usable_cores() - 1), 16)
+        for cores, workers in ((1, 1), (4, 3), (40, 16)):
+            patch.setattr(stream, "usable_cores", lambda cores=cores: cores)
+            assert files.num_workers == workers
         # In a pool's worker, which may not start processes.
         patch.setitem(multiprocessing.current_process()._config, "daemon", True)
         assert files.num_workers == 0
@@ -323,7 +325,6 @@ def test_workers_end_with_their_process_however_it_ends(pictures, end):
 
 
 def test_unreadable_files_are_skipped_in_memory_and_when_streamed(root, capsys):
-    """In memory and in files."""
     for path in (*(root / "train").glob("dog/*4.png"), *(root / "train").glob("owl/*5.jpg")):
         break_file(path)
     kept = load_training(folder(root, on_bad_image="skip", memory_gb=1), 0)
