@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_runs import CPU, ROOT, assert_same, command, make_loop, small
+from small_runs import CPU, ROOT, assert_same, command, make_loop, small, watch_updates
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.commands.train import train
@@ -63,7 +63,6 @@ def lively(config: Config, device: torch.device) -> VisionTransformer:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cpu_and_gpu_agree(name):
-    """About logits and maps."""
     config = read(name)
     images = torch.randn(16, 3, 32, 32)
     on_cpu, on_gpu = lively(config, CPU), lively(config, GPU)
@@ -87,17 +86,14 @@ def on_gpu(out: Path, **changes: dict[str, Any]) -> Config:
 def test_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, monkeypatch):
     """Interrupted three times, in mid-epoch and without a last checkpoint."""
     train(on_gpu(tmp_path / "alone"))
-    update = TrainingStep.update
-
     for end in (7, 15, 23):
 
-        def until(step: TrainingStep, images: Tensor, targets: Tensor, end: int = end) -> Tensor:
+        def until(step: TrainingStep, *_: Tensor, end: int = end) -> None:
             if step.state.step == end:
                 raise KeyboardInterrupt
-            return update(step, images, targets)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(TrainingStep, "update", until)
+            watch_updates(patch, until)
             train(on_gpu(tmp_path / "stopped"))
     train(on_gpu(tmp_path / "stopped"))
     assert_same(tmp_path / "stopped", tmp_path / "alone")

@@ -161,7 +161,7 @@ def clock_of_steps(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], f
     for module in ("build", "loop"):
         monkeypatch.setattr(f"vit.training.{module}.time", clock)
 
-    def wait(*_: Tensor) -> None:
+    def wait(*_: object) -> None:
         clock.now += seconds(clock.now)
 
     watch_updates(monkeypatch, wait)
@@ -199,7 +199,7 @@ def test_budget_sets_the_schedule_and_a_resumed_run_is_what_it_would_have_been(
     updates, (left, right) = [], (tmp_path / "run", tmp_path / "resumed")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no power"):
 
-        def fail(*_: Tensor) -> None:
+        def fail(*_: object) -> None:
             updates.append(clock.now)
             if len(updates) == 2 * 3 + 18:
                 raise OSError("no power")
@@ -289,7 +289,7 @@ def test_trials_of_a_budget_take_the_steps_of_the_run_and_leave_no_trace(
     """Each phase, with its image size and its mixing, is timed for as many steps: two if short."""
     taken: list[tuple[int, bool]] = []
 
-    def look(images: Tensor, targets: Tensor) -> None:
+    def look(_: object, images: Tensor, targets: Tensor) -> None:
         taken.append((images.shape[-1], bool((targets.max(dim=1).values < 1).any())))
 
     watch_updates(monkeypatch, look)

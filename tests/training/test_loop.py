@@ -154,7 +154,7 @@ def test_speed_counts_training_alone_and_seconds_count_everything(tmp_path, monk
     clock = Clock()
     monkeypatch.setattr("vit.training.loop.time", clock)
 
-    def one_second(*_: Tensor) -> None:
+    def one_second(*_: object) -> None:
         clock.now += 1
 
     class TenSeconds:
@@ -225,14 +225,9 @@ def test_step_that_is_not_finite_changes_nothing(what, accumulate):
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """Make the images of some steps NaN."""
-    update = TrainingStep.update
-
-    def spoilt(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
-        if step.state.step in steps:
-            images = images * math.nan
-        return update(step, images, targets)
-
-    monkeypatch.setattr(TrainingStep, "update", spoilt)
+    watch_updates(
+        monkeypatch, lambda step, images, _: step.state.step in steps and images.fill_(math.nan)
+    )
 
 
 def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(tmp_path, monkeypatch):
