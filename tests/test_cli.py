@@ -280,6 +280,8 @@ def test_a_home_folder_is_found_in_every_setting(monkeypatch):
     )
     assert config.out == "/home/ada/runs/a"
     assert (config.optim.teacher, config.data.root) == ("/home/ada/b", "/home/ada/c")
+    report = ReportConfig(data=EvalDataConfig(root="/home/ada/c"))
+    assert parse_eval(["~/run", "--data.root=~/c"])[1:] == ("/home/ada/run", report)
 
 
 def test_quick_is_the_default_unless_another_model_is_chosen(tmp_path):

@@ -32,7 +32,6 @@ from torchmetrics.functional.classification import (
 from models import PLAIN, names, randomize, save_untrained
 from small_runs import draw_pictures
 from vit.classifier import Classifier
-from vit.commands.config import EvalDataConfig
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
@@ -358,14 +357,6 @@ def test_nothing_is_downloaded_where_the_users_images_are(untrained, tmp_path, m
     draw_pictures(tmp_path / "pictures", 2)
     roots = [load_unfamiliar("digits", saved, str(tmp_path / n)) for n in ("pictures", "sets")]
     assert roots == ["data", str(tmp_path / "sets")]
-
-
-def test_test_images_in_the_home_folder_are_found(tmp_path, monkeypatch):
-    saved = load_model("cifar10_quick", "cpu")
-    draw_pictures(tmp_path / "pictures/test", 10, saved.classes)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    root = EvalDataConfig(root="~/pictures").root
-    assert len(load_test(saved, root)) == len(saved.classes)
 
 
 def test_nothing_is_downloaded_into_a_wrong_folder(tmp_path, monkeypatch):

@@ -90,9 +90,8 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path):
     def log(is_first: bool = True, **options: Any) -> Tensor:
         """Return the probabilities that the first of several processes, or another, has logged."""
         logger = loggers.TensorBoardLogger(tmp_path, name=f"run_{len([*tmp_path.iterdir()])}")
-        trainer = SimpleNamespace(
-            fast_dev_run=False, loggers=[logger], is_global_zero=is_first, global_step=3
-        )
+        trainer = SimpleNamespace(fast_dev_run=False, is_global_zero=is_first, global_step=3)
+        trainer.loggers = [loggers.CSVLogger(tmp_path), logger]
         callback, reads = AttentionCallback(IMAGES[:2], every=3, **options), list[int]()
         callback.on_train_start(trainer, module)
         with register_module_forward_hook(lambda *_: reads.append(1)):
@@ -132,6 +131,9 @@ def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts():
     with pytest.raises(ValueError, match=r"^Conv2d cannot be logged: .* no attribute 'config'"):
         callback.on_train_begin(None, None, None, model=convolution)
     assert convolution.training
+    trainer.fast_dev_run = False
+    with pytest.raises(ValueError, match="needs a trainer with a TensorBoardLogger"):
+        lightning.AttentionCallback(IMAGES[:1]).on_train_start(trainer, small_model())
 
 
 def lightning_module(model: torch.nn.Module) -> Any:
@@ -182,28 +184,6 @@ def test_lightning(tmp_path, monkeypatch):
         reader = require_attention(module.model.eval())
         logits, weights, _ = reader.forward_intermediates(normalized(IMAGES[:2]))
     check(tmp_path / "runs/lightning_logs/version_0", weights, logits, 1, "class_token")
-
-
-def test_lightning_with_other_loggers(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-    from vit.integrations.lightning import AttentionCallback
-
-    callback, model = AttentionCallback(IMAGES[:2], every=1), small_model()
-
-    def fit(loggers: list[Any], **options: Any) -> None:
-        trainer = lightning.Trainer(
-            max_steps=1, accelerator="cpu", logger=loggers, callbacks=[callback],
-            enable_progress_bar=False, enable_checkpointing=False, **options,
-        )  # fmt: skip
-        trainer.fit(lightning_module(model), DataLoader(TensorDataset(IMAGES, LABELS), 16))
-
-    csv = lightning.loggers.CSVLogger(tmp_path / "csv")
-    with pytest.raises(ValueError, match="needs a trainer with a TensorBoardLogger"):
-        fit([csv])
-    fit([csv], fast_dev_run=1)
-    fit([csv, lightning.loggers.TensorBoardLogger(tmp_path / "tensorboard")])
-    (events,) = (tmp_path / "tensorboard").rglob("events*")
-    assert b"attention_00" in events.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from vit.config import Config
 from vit.data.severities import CORRUPTIONS
 from vit.model_file import SavedModel
 from vit.run.sharded import read_state, write_folder
-from vit.run.tracker import event_writer
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("report", "--unfamiliar", "noise", "--corruptions"),
@@ -184,14 +183,6 @@ def test_results_stay_beside_a_model_file_that_is_a_link(stored, tmp_path, call)
     before = content(tmp_path / "mine")
     assert call(tmp_path / "run", "report").code == 0
     assert content(tmp_path / "mine") == before and (tmp_path / "run/eval/report.json").is_file()
-
-
-def test_nobody_can_guess_the_name_of_an_event_file(tmp_path):
-    for _ in range(3):
-        with contextlib.closing(event_writer(tmp_path)) as writer:
-            writer.add_scalar("a", 1.0)
-    names = {path.name.rpartition(".")[2] for path in tmp_path.iterdir()}
-    assert len(names) == 3 and all(len(bytes.fromhex(name)) == 8 for name in names)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -220,7 +220,6 @@ def test_what_contradicts_itself_is_refused_in_one_short_line(decode):
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_damaged_bytes_raise_nothing_but_value_error(data):
     record = make_record(grid=(2, 2), layers=1, heads=1)

@@ -117,7 +117,6 @@ def test_each_of_many_channels_is_treated_like_a_grey_image(fit):
 @with_fits
 @pytest.mark.parametrize("size", [(60, 150), (301, 200)])
 def test_a_spot_is_where_the_view_says(size, fit):
-    """A bright spot in the photo is found at the same place of view and model input."""
     wanted = dataclasses.replace(CIFAR10, fit=fit)
     height, width = size
     place = np.array([0.4 * height, 0.55 * width]).round().astype(int)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,17 +146,10 @@ def test_a_folder_in_which_nothing_can_be_locked_is_one_line(tmp_path, monkeypat
         lock_run(tmp_path / "run").__enter__()
 
 
-def test_a_copy_of_a_checkpoint_is_kept(unfinished):
-    run, copy = Path(unfinished.out), Path(unfinished.out) / "checkpoints/step_00000007_best.pt"
-    shutil.copy(next(run.glob("checkpoints/*.pt")), copy)
-    prepare_run(unfinished, resume=False)
-    assert [*run.glob("checkpoints/*")] == [copy]
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("text", ["lr: 1", "out: x\ndata: {}\nmodel: {}\noptim: {}\ntrain: {}"])
-def test_a_folder_of_another_program_is_refused_and_left_alone(tmp_path, text, overwrite):
+def test_a_folder_of_another_program_is_refused_and_left_alone(tmp_path, overwrite):
     (tmp_path / "thesis.tex").write_text("precious")
+    text = "out: x\ndata: {}\nmodel: {}\noptim: {}\ntrain: {}"
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match="contains files other than a run"):
         train(small(tmp_path), overwrite=overwrite)

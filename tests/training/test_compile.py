@@ -28,11 +28,6 @@ def broken(graph: torch.fx.GraphModule, _: Any) -> Any:
     raise RuntimeError("file too short")
 
 
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit.training.build.shutil.which", lambda name: None)
-
-
 def choose(choice: Any = "auto", began: bool | None = None, steps: int = MANY_STEPS) -> bool:
     return choose_compilation(choice, began, CPU, steps)
 
@@ -45,7 +40,8 @@ def test_auto_compiles_a_run_that_gains_from_it_and_a_run_goes_on_as_it_began():
     assert choose(True, began=False) and not choose(False, began=True)
 
 
-def test_without_a_compiler_a_run_that_asks_for_it_is_refused(no_compiler, tmp_path):
+def test_without_a_compiler_a_run_that_asks_for_it_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("vit.training.build.shutil.which", lambda name: None)
     with pytest.raises(ValueError, match=r"^train\.compile: .*--train\.compile false$"):
         train(small(tmp_path / "run", train={"compile": True}))
     assert not list((tmp_path / "run").glob("*.yaml"))
