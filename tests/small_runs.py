@@ -163,12 +163,12 @@ def load(
     return images.resized(Preprocess.from_config(config)).in_memory()
 
 
-def watch_updates(monkeypatch: Any, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-    """Show the images and targets of each step to a function first."""
+def watch_updates(monkeypatch: Any, look: Callable[..., object]) -> None:
+    """Show each step, its images and its targets to a function first, which may change them."""
     update = TrainingStep.update
 
     def watched(step: TrainingStep, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        look(images, targets)
+        look(step, images, targets)
         return update(step, images, targets)
 
     monkeypatch.setattr(TrainingStep, "update", watched)

@@ -22,7 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_untrained(tmp_path_factory.mktemp("python"), model)
 
 
-def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> None:
+def test_evaluate_gives_the_report_of_the_command(run, tmp_path):
     classifier = vit.load(run, "cpu", "float32")
     options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32")
     expected = evaluate_run(str(run), options)
@@ -34,9 +34,7 @@ def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> 
         vit.evaluate(classifier, dataclasses.replace(test, classes=test.classes[::-1]))
 
 
-def test_exports_are_written_where_results_belong_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_are_written_where_results_belong_or_refused(tmp_path, monkeypatch):
     classifier = dataclasses.replace(vit.load("cifar10_quick", "cpu"), home=tmp_path)
     monkeypatch.setattr("vit.commands.export._export", lambda _, name, draft: draft.touch() or name)
     assert vit.export(classifier, "onnx") == tmp_path / "export/model.onnx"  # not in a cache
@@ -50,15 +48,12 @@ def test_exports_are_written_where_results_belong_or_refused(
         vit.export(plain, "torch")
 
 
-def test_a_classifier_is_printed_in_a_line() -> None:
+def test_a_classifier_is_printed_in_a_line():
     shown = str(vit.load("cifar10_quick", "cpu", "float32"))
     assert shown.startswith("Classifier(VisionTransformer, 10 classes, 32x32 pixels, 3 ")
 
 
-# Public names.
-
-
-def test_signatures_and_the_api_page_are_up_to_date() -> None:
+def test_signatures_and_the_api_page_are_up_to_date():
     assert {*vit.__all__} <= {*dir(vit)}
     command = "if the change is intended, run python tests/public_api.py"
     assert public_api.signatures() == public_api.SIGNATURES.read_text(encoding="utf-8"), command

@@ -90,9 +90,6 @@ TINY = "--images 10 --draws 1 --few 50 --epochs 1 --kinds lrp rollout"
 TABLES = ("weights replaced by those of an untrained model, 1 draws", "shuffled", "test accuracy")
 
 
-# Fillings.
-
-
 SIZE = (10, 14)
 
 
@@ -172,9 +169,6 @@ def test_blur_by_hand():
     assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
 
 
-# Every benchmark.
-
-
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = [
     f"benchmarks.{path.parent.name}.{path.stem}"
@@ -194,7 +188,7 @@ def test_benchmark_starts(name, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_ratios_come_from_the_same_round() -> None:
+def test_ratios_come_from_the_same_round():
     """The machine is twice as slow in the second round, which affects both alike."""
     first, second = timing.compare({"a": [1.0, 2.0, 1.0], "b": [0.5, 1.0, 0.4]}).values()
     assert first.speed() == "1.00 x  (1.00 to 1.00)"
@@ -207,29 +201,26 @@ def test_ratios_come_from_the_same_round() -> None:
     assert busy.cost() == "no verdict: the machine is busy, rounds differ by 1.6 x; run again"
 
 
-def test_functions_take_turns_after_a_round_of_warm_up() -> None:
+def test_functions_take_turns_after_a_round_of_warm_up():
     calls: list[str] = []
     works = {name: partial(calls.append, name) for name in "ab"}
     assert list(timing.take_turns(works, rounds=2)) == ["a", "b"] and calls == ["a", "b"] * 3
 
 
-def test_the_table_of_records_is_that_of_their_files() -> None:
+def test_the_table_of_records_is_that_of_their_files():
     paths = sorted(speedrun.RECORDS.glob("*.json"))
     assert paths
     page = (speedrun.REPOSITORY / "docs/speedrun.md").read_text()
     assert page.endswith(f"\n{speedrun.table(paths)}\n")
 
 
-def test_tables_by_hand() -> None:
+def test_tables_by_hand():
     assert tables.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     assert tables.plus_minus(1.5, 0.25, "+.2f") == "+1.50 ± 0.25"
     assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
     # Student's t with two degrees of freedom: 4.3027.
     found = tables.mean_of_runs([0.1, 0.2, 0.3])
     assert found == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)
-
-
-# Faithfulness by filling.
 
 
 @pytest.fixture(scope="module")

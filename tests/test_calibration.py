@@ -16,7 +16,6 @@ from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import vit
-from command_line import Call
 from small_runs import draw_pictures, rows_of, small
 from vit.calibration import Calibration, fit_temperature, set_scores
 from vit.commands.config import ReportConfig
@@ -51,7 +50,7 @@ def draw_calibrated(count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("scale", [0.2, 5.0])
-def test_temperature_is_that_of_a_grid_search(scale: float) -> None:
+def test_temperature_is_that_of_a_grid_search(scale):
     logits, labels = draw_calibrated(2000)
     grid = np.geomspace(0.1, 10, 501)
     losses = [F.cross_entropy(scale * logits.double() / t, labels).item() for t in grid]
@@ -61,7 +60,7 @@ def test_temperature_is_that_of_a_grid_search(scale: float) -> None:
     assert found == pytest.approx(scale, rel=0.05)
 
 
-def test_temperature_is_finite_without_mistakes_and_without_hits() -> None:
+def test_temperature_is_finite_without_mistakes_and_without_hits():
     labels = torch.arange(98) % 4
     certain = 7 * F.one_hot(labels, 4).float()
     confidence = (certain / fit_temperature(certain, labels)).softmax(dim=1).max(dim=1).values
@@ -69,7 +68,7 @@ def test_temperature_is_finite_without_mistakes_and_without_hits() -> None:
     assert fit_temperature(-certain, labels) == pytest.approx(100)
 
 
-def test_interval_of_loss_is_that_of_a_mean() -> None:
+def test_interval_of_loss_is_that_of_a_mean():
     logits, labels = draw_calibrated(1000)
     losses = F.cross_entropy(logits, labels, reduction="none")
     half = 1.96 * losses.std().item() / 1000**0.5
@@ -79,7 +78,7 @@ def test_interval_of_loss_is_that_of_a_mean() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_interval_of_calibration_error_contains_the_true_one(scale: float) -> None:
+def test_interval_of_calibration_error_contains_the_true_one(scale):
     """Percentiles of bootstrap samples would never contain the 0 of a calibrated model."""
     logits, labels = draw_calibrated(50_000)
     error = multiclass_calibration_error(scale * logits, labels, 10).item() if scale > 1 else 0
@@ -101,7 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_saved_weights_are_calibrated_on_held_out_images(run: Path) -> None:
+def test_saved_weights_are_calibrated_on_held_out_images(run):
     saved = load_model(run, "cpu", "float32")
     _, held_out = load_training(saved.config.data, saved.config.train.seed)
     logits = saved.logits(held_out.pixels())
@@ -111,9 +110,7 @@ def test_saved_weights_are_calibrated_on_held_out_images(run: Path) -> None:
     assert calibrate(replace(saved, calibration=None), none).calibration is None
 
 
-def test_report_and_predictions_use_the_temperature(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_and_predictions_use_the_temperature(run, tmp_path, capsys):
     saved = load_model(run, "cpu", "float32")
     classifier, test = saved, load_test(saved)
     logits = classifier.logits(test.pixels())
@@ -156,7 +153,7 @@ def test_report_and_predictions_use_the_temperature(
 # Sets of classes.
 
 
-def test_scores_are_those_of_the_papers() -> None:
+def test_scores_are_those_of_the_papers():
     logits, _, uniform = draw(20, 8, torch.Generator().manual_seed(0))
     found = set_scores(logits, uniform)
     for image, row in enumerate(logits.double().numpy()):
@@ -170,7 +167,7 @@ def test_scores_are_those_of_the_papers() -> None:
 
 
 @pytest.mark.parametrize("classes", [2, 10])
-def test_lac_sets_are_those_of_mapie_with_the_most_probable_class(classes: int) -> None:
+def test_lac_sets_are_those_of_mapie_with_the_most_probable_class(classes):
     """MAPIE leaves some sets empty."""
     mapie = pytest.importorskip("mapie.classification")
     inputs, labels = make_classification(1200, n_informative=8, n_classes=classes, random_state=0)
@@ -186,7 +183,7 @@ def test_lac_sets_are_those_of_mapie_with_the_most_probable_class(classes: int) 
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
-def test_coverage_and_familiarity_have_their_exact_distribution() -> None:
+def test_coverage_and_familiarity_have_their_exact_distribution():
     """The number of images is beta-binomial, over held-out and test images.
 
     A set contains the true class; a familiarity, a p-value, is at most 6 / (N + 1).
@@ -215,7 +212,7 @@ def test_coverage_and_familiarity_have_their_exact_distribution() -> None:
         assert at_least <= usual <= at_most
 
 
-def test_familiarity_of_many_is_from_quantiles_and_of_good_models_sets_have_one_class() -> None:
+def test_familiarity_of_many_is_from_quantiles_and_of_good_models_sets_have_one_class():
     """For fewer it is exact, see the test of coverage."""
     labels = torch.arange(100) % 5
     logits = 3 * F.one_hot(labels, 5) + 0.1 * torch.rand(100, 5)
@@ -229,7 +226,7 @@ def test_familiarity_of_many_is_from_quantiles_and_of_good_models_sets_have_one_
     np.testing.assert_allclose(calibration.familiarity(others), expected, atol=2e-3)
 
 
-def test_table_counts_coverage_and_classes() -> None:
+def test_table_counts_coverage_and_classes():
     logits, labels, uniform = draw(300, 10, torch.Generator().manual_seed(1))
     labels[labels == 9] = 8  # a class without images
     calibration = Calibration.fit(logits, labels)
@@ -249,7 +246,7 @@ def test_table_counts_coverage_and_classes() -> None:
     assert lines[2].startswith("all ") and f" {hits.mean():.1%} (" in lines[2]
 
 
-def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, call: Call) -> None:
+def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path, call):
     saved = load_model("cifar10_quick", "cpu", "float32")
     logits, labels, _ = draw(99, 10, torch.Generator().manual_seed(0))
     calibrated = replace(saved, calibration=Calibration.fit(logits, labels))

@@ -109,13 +109,13 @@ def help_of(words: Sequence[str], parse: Parse = parse_eval) -> str:
     return printed.getvalue()
 
 
-def test_bad_words_are_one_line_that_names_key_value_and_allowed() -> None:
+def test_bad_words_are_one_line_that_names_key_value_and_allowed():
     for parse, cases in ((parse_train, BAD_FLAGS), (parse_eval, BAD_EVAL)):
         for words, line in cases:
             refused(words.split(), line, parse=parse)
 
 
-def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
+def test_a_mistake_ends_the_program_in_one_line(tmp_path):
     words = ["--modle.depth", "3", "--out", str(tmp_path / "out")]
     command = [sys.executable, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -139,9 +139,7 @@ def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
-def test_expected_errors_are_one_line_and_bugs_keep_their_traceback(
-    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_expected_errors_are_one_line_and_bugs_keep_their_traceback(error, code, line, capsys):
     with pytest.raises(SystemExit) as ended, user_errors():
         raise error
     assert ended.value.code == code
@@ -151,7 +149,7 @@ def test_expected_errors_are_one_line_and_bugs_keep_their_traceback(
         raise RuntimeError("shapes cannot be multiplied")
 
 
-def test_help_of_train_has_each_key_with_its_choices_and_default() -> None:
+def test_help_of_train_has_each_key_with_its_choices_and_default():
     text = help_of([], parse_train)
     assert text.startswith("usage: ") and text.splitlines()[1] == ""
     about = dict(re.findall(r"^  --([\w.]+)((?:.|\n {4,})*)", text, re.MULTILINE))
@@ -162,7 +160,7 @@ def test_help_of_train_has_each_key_with_its_choices_and_default() -> None:
     assert "optim: The optimizer, the learning rate schedule and the loss:" in words
 
 
-def test_help_of_eval_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_eval_fits_on_a_screen(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = help_of([])
     assert "RUN [report | maps | photo | predict | heads | compare | export | check] ..." in text
@@ -178,9 +176,7 @@ def test_help_of_eval_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ", ".join(ALL_KINDS) in " ".join(help_of(["maps"]).split())
 
 
-def test_printed_config_is_a_config_that_gives_the_same_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_config_is_a_config_that_gives_the_same_run(tmp_path, capsys):
     words = ["--model.depth", "7", "--train.budget_minutes", "3"]
     with pytest.raises(SystemExit) as ended:
         parse_train([*words, "--print_config"])
@@ -195,7 +191,7 @@ def test_printed_config_is_a_config_that_gives_the_same_run(
     assert changed_keys(old, to_dict(config)) == ["model.depth: 4 -> 7", "out: x -> runs/quick"]
 
 
-def test_a_flag_beats_every_file_and_a_later_file_an_earlier(tmp_path: Path) -> None:
+def test_a_flag_beats_every_file_and_a_later_file_an_earlier(tmp_path):
     first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
     first.write_text("out: first\nmodel: {depth: 2, embed_dim: 48}\noptim: {clip_grad: 1}\n")
     second.write_text("out: second\nmodel: {depth: 3}\noptim: {clip_grad: }\n")
@@ -219,7 +215,7 @@ budgets:
 """
 
 
-def test_budgets_change_settings_by_epochs(tmp_path: Path) -> None:
+def test_budgets_change_settings_by_epochs(tmp_path):
     file, budget = tmp_path / "mine.yaml", tmp_path / "budget.yaml"
     file.write_text(BUDGETS)
     budget.write_text("train: {budget_minutes: 2}\n")
@@ -245,9 +241,7 @@ def test_budgets_change_settings_by_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["shapes", "shapes.yaml", "configs/shapes", "configs/shapes.yaml"])
-def test_a_recipe_is_found_from_any_folder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_found_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shapes").mkdir()  # a folder of that name is no config
     assert parse_train(["--config", name])[0].out == "runs/shapes"
@@ -257,7 +251,7 @@ def test_a_recipe_is_found_from_any_folder(
     assert parse_train(["--config", name])[0].out == "mine"
 
 
-def test_every_recipe_is_whole_and_named_after_its_run() -> None:
+def test_every_recipe_is_whole_and_named_after_its_run():
     for file in RECIPES.glob("*.yaml"):
         config, options = parse_train(["--config", str(file), "--train.budget_minutes", "7"])
         for plan in (config, *options["plans"].values()):
@@ -265,7 +259,7 @@ def test_every_recipe_is_whole_and_named_after_its_run() -> None:
         assert file.read_text().startswith("# ")
 
 
-def test_epochs_that_a_time_budget_would_ignore_are_refused(tmp_path: Path) -> None:
+def test_epochs_that_a_time_budget_would_ignore_are_refused(tmp_path):
     epochs, both = tmp_path / "epochs.yaml", tmp_path / "both.yaml"
     epochs.write_text("train: {epochs: 2}")
     both.write_text("train: {epochs: 2, budget_minutes: 3}")  # as a run writes it
@@ -279,16 +273,18 @@ def test_epochs_that_a_time_budget_would_ignore_are_refused(tmp_path: Path) -> N
         assert parse_train(["--config", *map(str, words)])[0].train.budget_minutes is not None
 
 
-def test_a_home_folder_is_found_in_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_found_in_every_setting(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     config, _ = parse_train(
         ["--out=~/runs/a", "--optim.teacher=~/b", "--data.root=~/c", "--data.name=folder"]
     )
     assert config.out == "/home/ada/runs/a"
     assert (config.optim.teacher, config.data.root) == ("/home/ada/b", "/home/ada/c")
+    report = ReportConfig(data=EvalDataConfig(root="/home/ada/c"))
+    assert parse_eval(["~/run", "--data.root=~/c"])[1:] == ("/home/ada/run", report)
 
 
-def test_quick_is_the_default_unless_another_model_is_chosen(tmp_path: Path) -> None:
+def test_quick_is_the_default_unless_another_model_is_chosen(tmp_path):
     assert parse_train([])[0].out == "runs/quick"
     other = tmp_path / "other.yaml"
     other.write_text("out: elsewhere\n")
@@ -302,7 +298,7 @@ def test_quick_is_the_default_unless_another_model_is_chosen(tmp_path: Path) -> 
         assert (config.model.depth, options["plans"]) == (12, {})
 
 
-def test_pretrained_and_frozen_models_train_at_full_size(tmp_path: Path) -> None:
+def test_pretrained_and_frozen_models_train_at_full_size(tmp_path):
     file, asks = tmp_path / "share.yaml", ["--train.small_share", "0.5"]
     file.write_text("train: {small_share: 0.25}")
     for words, share in (
@@ -317,9 +313,7 @@ def test_pretrained_and_frozen_models_train_at_full_size(tmp_path: Path) -> None
         assert Config(**to_dict(config)) == config
 
 
-def test_a_command_has_its_settings_and_report_is_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_has_its_settings_and_report_is_the_default(tmp_path, monkeypatch):
     there = EvalDataConfig(root="there")
     for words, command, options in (
         ("--seed 3 --flip", "report", ReportConfig(seed=3, flip=True)),
@@ -337,7 +331,7 @@ def test_a_command_has_its_settings_and_report_is_the_default(
     assert parse_eval(["maps", "maps"]) == ("maps", "maps", MapsConfig())
 
 
-def test_a_model_that_cannot_be_built_is_refused_before_data_is_read() -> None:
+def test_a_model_that_cannot_be_built_is_refused_before_data_is_read():
     data = {"name": "shapes", "image_size": (32, 48)}
     with pytest.raises(ValueError, match=r"^model\.patch_size: 5 does not divide img_size=32 x 48"):
         check_config(Config(**{"data": data, "model": {"patch_size": 5}}))
@@ -357,7 +351,7 @@ SWITCH_VALUES = [([], True), (["true"], True), (["False"], False), (["on"], True
 
 
 @pytest.mark.parametrize(("value", "meant"), SWITCH_VALUES)
-def test_a_switch_may_have_a_value_everywhere(value: list[str], meant: bool) -> None:
+def test_a_switch_may_have_a_value_everywhere(value, meant):
     for key in (key for key, kind in types_of(Config).items() if kind is bool):
         for words in ([f"--{key}", *value], [f"--{key}={text}" for text in value]):
             config, _ = parse_train([*words, "--model.depth", "3"])
@@ -376,7 +370,7 @@ def test_a_switch_may_have_a_value_everywhere(value: list[str], meant: bool) -> 
                 assert not others or tuple(others) in vars(options).values()
 
 
-def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
+def test_image_size_is_one_number_or_two(tmp_path):
     file = tmp_path / "config.yaml"
     for text, expected in (
         ("64", (64, 64)), ("[64, 96]", (64, 96)), ("[64]", (64, 64)), ("null", None),
@@ -396,7 +390,7 @@ def types_of(config: type, prefix: str = "") -> dict[str, Any]:
     types: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(config).items():  # without the ranges
         key = prefix + name
-        types |= types_of(kind, f"{key}.") if is_dataclass(kind) else {key: kind}  # type: ignore[arg-type]
+        types |= types_of(kind, f"{key}.") if is_dataclass(kind) else {key: kind}
     return types
 
 
@@ -478,7 +472,7 @@ def setting(key: str, value: str, file: Path | None) -> list[str]:
     return ["--config", str(file)]
 
 
-def test_odd_files(file: Path) -> None:
+def test_odd_files(file):
     for content, part in ODD_FILES:
         file.write_bytes(content)
         refused(["--config", str(file), "--train.budget_minutes=1", "--model.depth=4"], part)
@@ -488,9 +482,7 @@ def test_odd_files(file: Path) -> None:
 
 @fuzz(100)
 @given(st.data(), st.sampled_from(sorted(TYPES)), st.text("xyz", min_size=6), st.booleans())
-def test_unknown_keys(
-    file: Path, data: st.DataObject, key: str, strange: str, in_file: bool
-) -> None:
+def test_unknown_keys(file, data, key, strange, in_file):
     group, _, name = key.rpartition(".")
     at = data.draw(st.integers(0, len(name) - 1))
     letter = data.draw(st.sampled_from(["", "Q", name[at] * 2]))  # left out, mistaken, doubled
@@ -504,7 +496,7 @@ def test_unknown_keys(
 
 @fuzz(100)
 @given(st.data(), st.sampled_from(NAMED), st.booleans())
-def test_wrong_types(file: Path, data: st.DataObject, key: str, in_file: bool) -> None:
+def test_wrong_types(file, data, key, in_file):
     wrong = ["word", "[1, 2, 3]", "{a: 1}", "2001-01-01", "''", "1 2", "!!str x", "é", "--", "7?"]
     made_of = kinds(TYPES[key])
     wrong += [] if bool in made_of else ["true", "off"]
@@ -516,7 +508,7 @@ def test_wrong_types(file: Path, data: st.DataObject, key: str, in_file: bool) -
     refused(setting(key, value, where), f"error: {key}: ", " is not allowed; ")
 
 
-def test_numbers_out_of_range() -> None:
+def test_numbers_out_of_range():
     odd = ("nan", "1e400", "-1e300", "9" * 5000, hex(2**70))
     for key in NUMBERS:
         more = odd if key in ("model.depth", "optim.lr") else ()
@@ -538,9 +530,7 @@ BYTES = st.binary(max_size=200) | st.text("model: {}[]depth&*!-\n\t3").map(str.e
 
 @fuzz(250)
 @given(st.lists(WORDS, max_size=4) | BYTES, st.sampled_from([parse_train, parse_eval]))
-def test_any_input_gives_a_config_or_one_line(
-    file: Path, words: list[str] | bytes, parse: Parse
-) -> None:
+def test_any_input_gives_a_config_or_one_line(file, words, parse):
     if isinstance(words, bytes):
         file.write_bytes(words)
         words, parse = ["--config", str(file)], parse_train
@@ -549,7 +539,7 @@ def test_any_input_gives_a_config_or_one_line(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_disk_does_not_end_the_program() -> None:
+def test_a_full_disk_does_not_end_the_program():
     # Without the flush of a normal end.
     program = "import os; from vit.console import say, warn; say('a'); warn('b'); os._exit(7)"
     with open("/dev/full", "w") as full:  # noqa: PTH123
@@ -557,19 +547,19 @@ def test_a_full_disk_does_not_end_the_program() -> None:
     assert done.returncode == 7
 
 
-def test_nouns_are_plural_unless_there_is_one() -> None:
+def test_nouns_are_plural_unless_there_is_one():
     assert [counted(n, "image", ",") for n in (1, 2000)] == ["1 image", "2,000 images"]
     assert [counted(n, "epoch", ".4g") for n in (0.5, 1.0)] == ["0.5 epochs", "1 epoch"]
     assert counted(1000, "worker") == "1000 workers"
 
 
-def test_a_closed_stderr_is_written_to_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stderr_is_written_to_without_an_error(monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
     with user_errors():
         print("progress", file=sys.stderr, flush=True)
         assert not sys.stderr.isatty()
 
 
-def test_true_may_be_spelled_as_in_yaml_or_in_python() -> None:
+def test_true_may_be_spelled_as_in_yaml_or_in_python():
     for word in ("true", "True"):
         assert parse_train(["--train.compile", word])[0].train.compile is True

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +92,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_a_data_set_an_optimizer_an_evaluator_and_a_recipe_train(changed: tuple[Path, str]) -> None:
+def test_a_data_set_an_optimizer_an_evaluator_and_a_recipe_train(changed):
     run, printed = changed
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["step"] == 2 and any("weights/norm" in entry for entry in logged), printed
@@ -103,7 +102,7 @@ def test_a_data_set_an_optimizer_an_evaluator_and_a_recipe_train(changed: tuple[
 
 
 @pytest.mark.slow
-def test_a_map_is_everywhere(changed: tuple[Path, str]) -> None:
+def test_a_map_is_everywhere(changed):
     run, printed = changed
     folder = run / "eval/attention"
     index = json.loads((folder / "index.json").read_text())
@@ -127,7 +126,7 @@ def test_a_map_is_everywhere(changed: tuple[Path, str]) -> None:
     assert "deleted by --overwrite: True" in printed
 
 
-def test_every_entry_names_what_exists() -> None:
+def test_every_entry_names_what_exists():
     for entry in DATASETS.values():
         assert callable(resolve_name(f"vit.data.{entry.reader}"))
         is_torchvisions = entry.reader == "published:read_torchvision"
@@ -143,7 +142,7 @@ def test_every_entry_names_what_exists() -> None:
     ("page", "heading", "names"),
     [("data.md", "Data sets", DATASETS), ("attention.md", "Every kind of map", ALL_KINDS)],
 )
-def test_the_docs_list_every_entry(page: str, heading: str, names: dict[str, Any]) -> None:
+def test_the_docs_list_every_entry(page, heading, names):
     section = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"## {heading}\n")[1]
     table = re.findall(r"^\|.*\|$", section.split("\n## ")[0], flags=re.MULTILINE)[2:]
     first = " ".join(row.split("|")[1] for row in table)

@@ -45,7 +45,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere_and_every_picture_is_shown() -> None:
+def test_links_lead_somewhere_and_every_picture_is_shown():
     shown = set()
     for page in PAGES:
         for link in links(page):
@@ -57,7 +57,7 @@ def test_links_lead_somewhere_and_every_picture_is_shown() -> None:
     assert {*(ROOT / "docs/images").iterdir()} <= shown
 
 
-def test_links_of_the_site_stay_on_it_or_lead_to_the_repository(tmp_path: Path) -> None:
+def test_links_of_the_site_stay_on_it_or_lead_to_the_repository(tmp_path):
     SITE["write_pages"](tmp_path, REPOSITORY)
     pages = sorted(tmp_path.rglob("*.md"))
     for page in pages:
@@ -71,7 +71,7 @@ def test_links_of_the_site_stay_on_it_or_lead_to_the_repository(tmp_path: Path) 
     assert sorted(listed) == sorted(page.relative_to(tmp_path).as_posix() for page in pages)
 
 
-def test_notebook_becomes_a_page_with_its_outputs() -> None:
+def test_notebook_becomes_a_page_with_its_outputs():
     outputs = [
         {"text": ["1\n"]},
         {"data": {"image/png": ["AB\n", "C="], "text/plain": ["<Figure>"]}},
@@ -91,9 +91,7 @@ def test_notebook_becomes_a_page_with_its_outputs() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
-def test_python_of_a_page_runs_and_gives_the_shapes_it_states(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_of_a_page_runs_and_gives_the_shapes_it_states(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained: list[vit.Config] = []
     monkeypatch.setattr(vit, "train", trained.append, raising=False)  # which takes too long here
@@ -134,7 +132,7 @@ def page() -> tuple[list[str], dict[str, Any]]:
     return messages, names
 
 
-def test_python_of_the_page_gives_the_results_that_it_shows(page) -> None:
+def test_python_of_the_page_gives_the_results_that_it_shows(page):
     assert not page[0], "".join(page[0])
 
 
@@ -160,7 +158,7 @@ def maps_of_the_model(page: dict[str, Any], target: Tensor) -> dict[str, Tensor]
     }
 
 
-def test_the_table_has_every_map_of_both_classes(page) -> None:
+def test_the_table_has_every_map_of_both_classes(page):
     section = TEXT.split("### Side by side")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, flags=re.MULTILINE)
     bird, plane = (maps_of_the_model(page[1], torch.tensor([target])) for target in (0, 1))

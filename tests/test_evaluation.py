@@ -32,7 +32,6 @@ from torchmetrics.functional.classification import (
 from models import PLAIN, names, randomize, save_untrained
 from small_runs import draw_pictures
 from vit.classifier import Classifier
-from vit.commands.config import EvalDataConfig
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
@@ -97,7 +96,7 @@ def test_report_agrees_with_torchmetrics(count, num_classes, skill, scale):
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
 @pytest.mark.parametrize("missing", ["nothing", "images", "predictions", "both"])
-def test_metrics_of_classes_agree_with_scikit_learn(missing: str) -> None:
+def test_metrics_of_classes_agree_with_scikit_learn(missing):
     """A class without test images, without predictions, or with neither is in the last column."""
     logits, labels = draw_case(400, 6, skill=1.0, scale=1.0)
     labels[:200] = 0  # classes of different sizes
@@ -122,7 +121,7 @@ def test_intervals_and_mcnemar_agree_with_scipy(split):
     assert wilson_interval(split[0], sum(split)) == pytest.approx((*low_high,), abs=1e-7)
 
 
-def test_intervals_of_means_over_classes_agree_with_the_jackknife() -> None:
+def test_intervals_of_means_over_classes_agree_with_the_jackknife():
     logits, labels = draw_case(400, 4, skill=1.0, scale=1.0)
     found, result = intervals(logits, labels), report(logits, labels, names(4))
     rest = [torch.arange(400) != one for one in range(400)]
@@ -247,7 +246,7 @@ def test_validation_of_a_frozen_model_computes_features_once(model, images):
     assert dict(frozen.run(classify(tuned), 1)) == measured
 
 
-def test_table_has_a_row_for_each_class_and_aligned_columns() -> None:
+def test_table_has_a_row_for_each_class_and_aligned_columns():
     classes = ("airplane", "a" * 60, "ねこ", "cafe\u0301", "e", "f")
     labels, predicted = torch.tensor([0] * 23 + [1] * 8), torch.tensor([0] * 20 + [1] * 3 + [3] * 8)
     result = report(torch.eye(6)[predicted] * 5, labels, classes)
@@ -272,13 +271,13 @@ def test_table_has_a_row_for_each_class_and_aligned_columns() -> None:
     assert ends == {len(lines[6])}
 
 
-def test_a_single_value_has_no_interval() -> None:
+def test_a_single_value_has_no_interval():
     assert average("size", torch.tensor([2.0])) == {"size": 2.0, "size_95": None}
     assert average("size", torch.ones(3)) == {"size": 1.0, "size_95": (1.0, 1.0)}
 
 
 @pytest.mark.parametrize("digits", [8, 1, 0])  # with fewer digits, scores are equal more often
-def test_metrics_are_those_of_scikit_learn(digits: int) -> None:
+def test_metrics_are_those_of_scikit_learn(digits):
     random = torch.Generator().manual_seed(0)
     familiar = (torch.randn(300, generator=random) + 1).double().round(decimals=digits)
     others = torch.randn(200, generator=random).double().round(decimals=digits)
@@ -303,9 +302,9 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_untrained(folder, {"embed_dim": 24, "depth": 2, "patch_size": 8})
 
 
-def test_report_gets_metrics_of_every_kind_of_images(
-    untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfamiliar_images_are_loaded_and_a_folder_of_them_is_measured(
+    untrained, tmp_path, monkeypatch
+):
     monkeypatch.setattr(unfamiliar, "NOISE", 30)
     monkeypatch.setattr("vit.intervals.RESAMPLES", 20)
     draw_pictures(tmp_path, 12, ["photos"])
@@ -333,9 +332,7 @@ def test_report_gets_metrics_of_every_kind_of_images(
     assert found["nearest neighbours"]["auroc"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_unsuitable_images_are_refused_and_unreadable_ones_left_out(
-    untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsuitable_images_are_refused_and_unreadable_ones_left_out(untrained, tmp_path, capsys):
     saved = load_model(untrained, "cpu")
     folder = draw_pictures(tmp_path, 10, ["ten"]) / "ten"
     (folder / "broken.png").write_bytes(b"\x89PNG")
@@ -362,17 +359,7 @@ def test_nothing_is_downloaded_where_the_users_images_are(untrained, tmp_path, m
     assert roots == ["data", str(tmp_path / "sets")]
 
 
-def test_test_images_in_the_home_folder_are_found(tmp_path, monkeypatch):
-    saved = load_model("cifar10_quick", "cpu")
-    draw_pictures(tmp_path / "pictures/test", 10, saved.classes)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    root = EvalDataConfig(root="~/pictures").root
-    assert len(load_test(saved, root)) == len(saved.classes)
-
-
-def test_nothing_is_downloaded_into_a_wrong_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_downloaded_into_a_wrong_folder(tmp_path, monkeypatch):
     """Another new or empty folder is the target of a download."""
     places: list[str] = []
 
@@ -395,7 +382,7 @@ def test_nothing_is_downloaded_into_a_wrong_folder(
     assert {*places} == {"data", str(tmp_path / "new"), str(tmp_path / "sets")}
 
 
-def test_training_images_are_where_they_were_or_in_another_root(tmp_path: Path) -> None:
+def test_training_images_are_where_they_were_or_in_another_root(tmp_path):
     classes, root, other = ("a", "b"), tmp_path / "pictures", tmp_path / "other"
     draw_pictures(root, 40)
     draw_pictures(other, 40, seed=1)

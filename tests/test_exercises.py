@@ -63,9 +63,7 @@ def check_source(source: str, name: str, folder: Path) -> dict[str, Row]:
     ("file", "name", "body"),
     [("mine.py", "Attention", ATTENTION), ("relative_bias.py", "RelativeBias", RELATIVE_BIAS)],
 )
-def test_templates_ask_for_what_is_missing_and_solutions_pass(
-    file: str, name: str, body: str, tmp_path: Path
-) -> None:
+def test_templates_ask_for_what_is_missing_and_solutions_pass(file, name, body, tmp_path):
     (row,) = check_source((FOLDER / file).read_text(encoding="utf-8"), name, tmp_path).values()
     assert "NotImplementedError" in row.advice and "return" in row.advice
     rows = check_source(solve(file, body), name, tmp_path)
@@ -73,7 +71,7 @@ def test_templates_ask_for_what_is_missing_and_solutions_pass(
     assert "equals torch's attention" in rows
 
 
-def test_wrong_solutions_are_marked_as_the_page_says(tmp_path: Path) -> None:
+def test_wrong_solutions_are_marked_as_the_page_says(tmp_path):
     unscaled = solve("mine.py", ATTENTION, (" / query.shape[-1] ** 0.5", ""))
     queries = solve("mine.py", ATTENTION, ("dim=-1", "dim=-2"))
     scale, rows, order = "scores are divided by √d", "rows of weights sum to 1", "permuting tokens"

@@ -47,7 +47,7 @@ pretrained/sources.py: "state dict by itself with torch.save(model.state_dict(),
 """  # noqa: E501
 
 
-def test_nothing_is_written_or_printed_another_way() -> None:
+def test_nothing_is_written_or_printed_another_way():
     """Files are written by vit/files.py and text is printed by vit/console.py, see there why."""
     lines = {
         f"{file.relative_to(CODE).as_posix()}: {line.strip()}"
@@ -58,9 +58,7 @@ def test_nothing_is_written_or_printed_another_way() -> None:
     assert lines == {line for line in ALLOWED.splitlines() if ": " in line}
 
 
-def test_a_link_in_place_of_a_file_is_replaced_and_one_in_place_of_a_folder_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_link_in_place_of_a_file_is_replaced_and_one_in_place_of_a_folder_refused(tmp_path):
     (tmp_path / "victim").write_bytes(b"mine")
     (tmp_path / "file").symlink_to("victim")
     write_atomically(tmp_path / "file", b"new")
@@ -78,16 +76,14 @@ def test_a_link_in_place_of_a_file_is_replaced_and_one_in_place_of_a_folder_refu
     assert inside(tmp_path / "linked", "eval") == tmp_path / "linked" / "eval"
 
 
-def test_the_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
+def test_the_permissions_are_those_of_any_new_file(tmp_path):
     (tmp_path / "plain").touch()
     write_atomically(tmp_path / "file", b"")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 @pytest.mark.parametrize("broken", ["open", "fsync", "replace"])
-def test_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, broken):
     path = tmp_path / "file"
     write_atomically(path, b"old")
 
@@ -101,7 +97,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
 
 
-def test_order_of_what_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_what_reaches_the_disk(tmp_path, monkeypatch):
     """A name must not reach the disk before the content does."""
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace
@@ -121,7 +117,7 @@ def test_order_of_what_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     assert order == ["content", "name", *(["folder"] if os.name != "nt" else [])]
 
 
-def test_seal_breaks_with_any_bit() -> None:
+def test_seal_breaks_with_any_bit():
     sealed = bytes(seal(io.BytesIO(b"content")))
     assert sealed.startswith(b"content") and is_sealed(sealed)
     assert is_sealed(bytes(seal(io.BytesIO())))
@@ -133,9 +129,7 @@ def test_seal_breaks_with_any_bit() -> None:
         assert not is_sealed(sealed[:length])
 
 
-def test_a_file_system_may_be_unable_to_flush_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_may_be_unable_to_flush_a_folder(tmp_path, monkeypatch):
     """As folders that are shared with a virtual machine."""
     fsync = os.fsync
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_runs import CPU, ROOT, assert_same, command, make_loop, small
+from small_runs import CPU, ROOT, assert_same, command, make_loop, small, watch_updates
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.commands.train import train
@@ -62,8 +62,7 @@ def lively(config: Config, device: torch.device) -> VisionTransformer:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cpu_and_gpu_agree(name: str) -> None:
-    """About logits and maps."""
+def test_cpu_and_gpu_agree(name):
     config = read(name)
     images = torch.randn(16, 3, 32, 32)
     on_cpu, on_gpu = lively(config, CPU), lively(config, GPU)
@@ -84,29 +83,24 @@ def on_gpu(out: Path, **changes: dict[str, Any]) -> Config:
     return dataclasses.replace(small(out, train=how, **changes), deterministic=True)
 
 
-def test_run_that_was_stopped_goes_on_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, monkeypatch):
     """Interrupted three times, in mid-epoch and without a last checkpoint."""
     train(on_gpu(tmp_path / "alone"))
-    update = TrainingStep.update
-
     for end in (7, 15, 23):
 
-        def until(step: TrainingStep, images: Tensor, targets: Tensor, end: int = end) -> Tensor:
+        def until(step: TrainingStep, *_: Tensor, end: int = end) -> None:
             if step.state.step == end:
                 raise KeyboardInterrupt
-            return update(step, images, targets)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(TrainingStep, "update", until)
+            watch_updates(patch, until)
             train(on_gpu(tmp_path / "stopped"))
     train(on_gpu(tmp_path / "stopped"))
     assert_same(tmp_path / "stopped", tmp_path / "alone")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_step_of_every_config_learns(name: str, tmp_path: Path) -> None:
+def test_step_of_every_config_learns(name, tmp_path):
     """As it comes, compiled or not, but for the number of images."""
     config = read(name)
     shapes = small(tmp_path / "run", data={"train_size": 2000, "val_size": 0}).data
@@ -124,7 +118,7 @@ def test_step_of_every_config_learns(name: str, tmp_path: Path) -> None:
     assert losses[-5:].mean() < losses[:5].mean()
 
 
-def test_operation_without_fixed_order_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_operation_without_fixed_order_is_refused_in_one_line(tmp_path):
     words = command(on_gpu(tmp_path / "run", train={"small_share": 0.5}), tmp_path / "config")
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
@@ -132,7 +126,7 @@ def test_operation_without_fixed_order_is_refused_in_one_line(tmp_path: Path) ->
     assert "--train.small_share 0" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+def test_memory_that_runs_out_is_explained(tmp_path):
     free = torch.accelerator.get_memory_info(GPU)[0]
     config = on_gpu(
         tmp_path / "run", model={"embed_dim": 384, "depth": 12, "patch_size": 1, "num_heads": 6},

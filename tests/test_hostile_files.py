@@ -154,7 +154,7 @@ def use(path: Path) -> None:
             classifier.calibration.sets(logits, torch.full((1,), 0.5), 0.02)
 
 
-def test_every_field_of_a_model_file(model: Path, tmp_path: Path) -> None:
+def test_every_field_of_a_model_file(model, tmp_path):
     about, weights = metadata_of(model), safetensors.torch.load_file(model)
     path = tmp_path / "model.safetensors"
     # The settings of a config are checked as those of a command; some of their kinds are enough.
@@ -198,9 +198,7 @@ UNFIT, PIXELS = "the weights do not fit", {"image_size": [32, 32], "mean": [0.5]
         ("preprocess", PIXELS | {"std": [1e-300]}, "std"),
     ],
 )
-def test_numbers_that_would_fill_the_memory(
-    part: str, values: dict[str, Any], words: str, model: Path, tmp_path: Path
-) -> None:
+def test_numbers_that_would_fill_the_memory(part, values, words, model, tmp_path):
     """Such as a model that is larger than the weights in its file."""
     about = {**metadata_of(model), part: values}
     path = tmp_path / "model.safetensors"
@@ -219,7 +217,7 @@ def checkpoint_of(model: Path) -> Checkpoint:
     )  # fmt: skip
 
 
-def test_every_field_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_every_field_of_a_checkpoint(model, tmp_path):
     save_checkpoint(tmp_path, checkpoint_of(model))
     (path,) = (tmp_path / "checkpoints").iterdir()
     content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
@@ -235,7 +233,7 @@ def test_every_field_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
     assert read_checkpoint(path).folder is None  # whatever the file says
 
 
-def test_every_field_of_a_checkpoint_that_is_a_folder(model: Path, tmp_path: Path) -> None:
+def test_every_field_of_a_checkpoint_that_is_a_folder(model, tmp_path):
     folder = tmp_path / "checkpoints" / "step_00000001"
     folder.mkdir(parents=True)
     state = {
@@ -257,7 +255,7 @@ def test_every_field_of_a_checkpoint_that_is_a_folder(model: Path, tmp_path: Pat
     assert read_checkpoint(folder, tensors=False).step == 1
 
 
-def test_the_length_in_a_checkpoint_is_one_that_a_run_can_have(model: Path) -> None:
+def test_the_length_in_a_checkpoint_is_one_that_a_run_can_have(model):
     """Others would divide by zero, raise weights instead of lowering the loss, or never end."""
     costs = (0.5, 1.0), (1.0, 2.0)
     length = {"step": 5, "total_steps": 10, "changed_at": 5, "changed_done": 0.4, "costs": costs}
@@ -272,7 +270,7 @@ def test_the_length_in_a_checkpoint_is_one_that_a_run_can_have(model: Path) -> N
             Checkpoint(**values | change)
 
 
-def test_every_field_of_a_runs_config(tmp_path: Path) -> None:
+def test_every_field_of_a_runs_config(tmp_path):
     config = small(tmp_path / "run")
     run, plain = tmp_path / "run", json.loads(json.dumps(to_dict(config)))
     run.mkdir()
@@ -299,7 +297,7 @@ def test_every_field_of_a_runs_config(tmp_path: Path) -> None:
             check_run(config, overwrite=True, environment={})
 
 
-def test_every_field_of_a_report_that_is_read_again(model: Path) -> None:
+def test_every_field_of_a_report_that_is_read_again(model):
     saved = load_model(model, "cpu", "float32")
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=random)
@@ -323,7 +321,7 @@ def test_every_field_of_a_report_that_is_read_again(model: Path) -> None:
     outcomes(content, write, lambda: model_card(saved), free=("new field",))
 
 
-def test_weights_that_are_not_finite_real_numbers(model: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_real_numbers(model, tmp_path):
     about, weights = metadata_of(model), safetensors.torch.load_file(model)
     for value in (math.nan, -math.inf, 1j):
         odd = {**weights, "norm.weight": weights["norm.weight"] * value}
@@ -333,7 +331,7 @@ def test_weights_that_are_not_finite_real_numbers(model: Path, tmp_path: Path) -
         assert str(info.value).startswith(f"{path}: norm.weight has values that")
 
 
-def test_a_long_run_and_an_endless_epoch(model: Path, tmp_path: Path) -> None:
+def test_a_long_run_and_an_endless_epoch(model, tmp_path):
     long = replace(checkpoint_of(model), seconds=3e6, step=10**9)
     save_checkpoint(tmp_path, long)
     (path,) = (tmp_path / "checkpoints").iterdir()
@@ -345,7 +343,7 @@ def test_a_long_run_and_an_endless_epoch(model: Path, tmp_path: Path) -> None:
         read_checkpoint(path)
 
 
-def test_the_state_of_an_optimizer_of_another_form(tmp_path: Path) -> None:
+def test_the_state_of_an_optimizer_of_another_form(tmp_path):
     config = small(tmp_path / "run", train={"epochs": 1})
     (tmp_path / "run").mkdir()
     make_loop(config).run()
@@ -371,9 +369,7 @@ def test_the_state_of_an_optimizer_of_another_form(tmp_path: Path) -> None:
     make_loop(config)
 
 
-def test_a_model_file_chooses_no_place_for_downloads(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_file_chooses_no_place_for_downloads(model, tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a download"))
     about = metadata_of(model)
     place = tmp_path / "elsewhere"
@@ -389,7 +385,7 @@ def test_a_model_file_chooses_no_place_for_downloads(
         assert not place.exists()
 
 
-def test_a_download_goes_through_no_link(tmp_path: Path) -> None:
+def test_a_download_goes_through_no_link(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "data" / "cifar-10-python.tar.gz").symlink_to(tmp_path / "victim")
@@ -404,7 +400,7 @@ def test_a_download_goes_through_no_link(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_results_stay_in_a_folder_of_snapshots_of_ones_own(model: Path, tmp_path: Path) -> None:
+def test_results_stay_in_a_folder_of_snapshots_of_ones_own(model, tmp_path):
     own = tmp_path / "snapshots" / "mine"
     cached = tmp_path / "models--owner--name" / "snapshots" / "abc"
     for folder in (own, cached):

@@ -49,7 +49,9 @@ def run_example(code: str, changes: dict[str, str], **given: Any) -> None:
     exec(code, {**GIVEN, **given})
 
 
-def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) -> None:
+def check(
+    folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int, readout: str
+) -> None:
     """Check the records; weights and logits are those of the model after the last step."""
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
     for number in range(2):
@@ -59,13 +61,14 @@ def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) 
         details, stored = (event[-1].tensor_proto.string_val[0] for event in found.values())
         shown = decode_details(details)
         assert (shown.grid, len(shown.prefix), shown.classes) == ((4, 4), prefix, [*KINDS])
+        assert shown.readout == readout
         assert [index for index, _ in shown.top] == logits[number].topk(5).indices.tolist()
         codes, scale = decode_weights(stored)
         expected = torch.stack([layer[number] for layer in weights]).numpy()
         assert np.abs(codes * scale[..., None] - expected).max() <= expected.max() / 510 + 1e-6
 
 
-def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys: Any) -> None:
+def test_attention_that_cannot_be_shown_does_not_end_a_training(capsys):
     found = {"weights": torch.ones(1, 2, 1, 17, 17), "grid": (4, 4), "num_prefix_tokens": 1}
     AttentionLog(IMAGES[:2], 3).add(object(), torch.nn.Linear(2, 2), 3, lambda *_: found)
     assert "the attention of step 3 is not logged: weights: rows" in capsys.readouterr().err
@@ -77,7 +80,7 @@ def small_model(seed: int = 0, **changes: Any) -> vit.VisionTransformer:
     return vit.VisionTransformer(**options | {"in_chans": 3, "num_heads": 2} | changes)
 
 
-def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) -> None:
+def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path):
     """Beside a frozen teacher, which comes first, and an average of the weights."""
     loggers = pytest.importorskip("lightning.pytorch.loggers")
     from vit.integrations.lightning import AttentionCallback
@@ -88,9 +91,8 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) 
     def log(is_first: bool = True, **options: Any) -> Tensor:
         """Return the probabilities that the first of several processes, or another, has logged."""
         logger = loggers.TensorBoardLogger(tmp_path, name=f"run_{len([*tmp_path.iterdir()])}")
-        trainer = SimpleNamespace(
-            fast_dev_run=False, loggers=[logger], is_global_zero=is_first, global_step=3
-        )
+        trainer = SimpleNamespace(fast_dev_run=False, is_global_zero=is_first, global_step=3)
+        trainer.loggers = [loggers.CSVLogger(tmp_path), logger]
         callback, reads = AttentionCallback(IMAGES[:2], every=3, **options), list[int]()
         callback.on_train_start(trainer, module)
         with register_module_forward_hook(lambda *_: reads.append(1)):
@@ -118,7 +120,7 @@ def test_the_model_that_is_trained_is_logged_or_has_to_be_named(tmp_path: Path) 
     torch.testing.assert_close(log(), top(module.student), atol=1e-4, rtol=0)
 
 
-def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts() -> None:
+def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts():
     pytest.importorskip("lightning.pytorch")
     pytest.importorskip("transformers", minversion="5.0")
     from vit.integrations import lightning, transformers
@@ -130,6 +132,9 @@ def test_a_model_that_cannot_be_logged_is_refused_when_the_training_starts() -> 
     with pytest.raises(ValueError, match=r"^Conv2d cannot be logged: .* no attribute 'config'"):
         callback.on_train_begin(None, None, None, model=convolution)
     assert convolution.training
+    trainer.fast_dev_run = False
+    with pytest.raises(ValueError, match="needs a trainer with a TensorBoardLogger"):
+        lightning.AttentionCallback(IMAGES[:1]).on_train_start(trainer, small_model())
 
 
 def lightning_module(model: torch.nn.Module) -> Any:
@@ -152,7 +157,7 @@ def lightning_module(model: torch.nn.Module) -> Any:
     return Module()
 
 
-def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning(tmp_path, monkeypatch):
     lightning = pytest.importorskip("lightning.pytorch")
 
     def begin() -> dict[str, Any]:
@@ -179,35 +184,14 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         reader = require_attention(module.model.eval())
         logits, weights, _ = reader.forward_intermediates(normalized(IMAGES[:2]))
-    check(tmp_path / "runs/lightning_logs/version_0", weights, logits, prefix=1)
+    check(tmp_path / "runs/lightning_logs/version_0", weights, logits, 1, "class_token")
 
 
-def test_lightning_with_other_loggers(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    from vit.integrations.lightning import AttentionCallback
-
-    callback, model = AttentionCallback(IMAGES[:2], every=1), small_model()
-
-    def fit(loggers: list[Any], **options: Any) -> None:
-        trainer = lightning.Trainer(
-            max_steps=1, accelerator="cpu", logger=loggers, callbacks=[callback],
-            enable_progress_bar=False, enable_checkpointing=False, **options,
-        )  # fmt: skip
-        trainer.fit(lightning_module(model), DataLoader(TensorDataset(IMAGES, LABELS), 16))
-
-    csv = lightning.loggers.CSVLogger(tmp_path / "csv")
-    with pytest.raises(ValueError, match="needs a trainer with a TensorBoardLogger"):
-        fit([csv])
-    fit([csv], fast_dev_run=1)
-    fit([csv, lightning.loggers.TensorBoardLogger(tmp_path / "tensorboard")])
-    (events,) = (tmp_path / "tensorboard").rglob("events*")
-    assert b"attention_00" in events.read_bytes()
-
-
-@pytest.mark.parametrize(("name", "prefix"), [("ViT", 1), ("Beit", 1), ("Siglip", 0)])
-def test_transformers(
-    name: str, prefix: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefix", "readout"),
+    [("ViT", 1, "class_token"), ("Beit", 1, "mean"), ("Siglip", 0, "mean")],
+)
+def test_transformers(name, prefix, readout, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     pytest.importorskip("accelerate")
     values = {
@@ -243,7 +227,7 @@ def test_transformers(
     model.set_attn_implementation("eager")
     with torch.no_grad():
         output = model.eval()(pixel_values=normalized(IMAGES[:2]), output_attentions=True)
-    check(tmp_path / "runs/finetuned", output.attentions, output.logits, prefix)
+    check(tmp_path / "runs/finetuned", output.attentions, output.logits, prefix, readout)
 
 
 def test_a_callback_may_have_a_tag_but_not_another_step(tmp_path):

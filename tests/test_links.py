@@ -19,7 +19,6 @@ from vit.config import Config
 from vit.data.severities import CORRUPTIONS
 from vit.model_file import SavedModel
 from vit.run.sharded import read_state, write_folder
-from vit.run.tracker import event_writer
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("report", "--unfamiliar", "noise", "--corruptions"),
@@ -151,9 +150,7 @@ def test_a_command_writes_through_no_link(
 
 
 @pytest.mark.parametrize("how", ["overwrite", "resume"])
-def test_training_writes_through_no_link(
-    how: str, stored: Path, pictures: Path, tmp_path: Path
-) -> None:
+def test_training_writes_through_no_link(how, stored, pictures, tmp_path):
     run = tmp_path / "run"
 
     def fresh() -> None:
@@ -172,18 +169,14 @@ def test_training_writes_through_no_link(
     check(run, tmp_path / "home", fresh, work)
 
 
-def test_a_run_folder_that_its_user_has_linked_works(
-    stored: Path, tmp_path: Path, call: Call
-) -> None:
+def test_a_run_folder_that_its_user_has_linked_works(stored, tmp_path, call):
     shutil.copytree(stored, tmp_path / "scratch" / "runs" / "run")
     (tmp_path / "runs").symlink_to(tmp_path / "scratch" / "runs")
     assert call(tmp_path / "runs" / "run", "heads", "--images", "4").code == 0
     assert (tmp_path / "scratch" / "runs" / "run" / "eval" / "heads.json").is_file()
 
 
-def test_results_stay_beside_a_model_file_that_is_a_link(
-    stored: Path, tmp_path: Path, call: Call
-) -> None:
+def test_results_stay_beside_a_model_file_that_is_a_link(stored, tmp_path, call):
     shutil.copytree(stored, tmp_path / "mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model.safetensors").symlink_to(tmp_path / "mine" / "model.safetensors")
@@ -192,16 +185,8 @@ def test_results_stay_beside_a_model_file_that_is_a_link(
     assert content(tmp_path / "mine") == before and (tmp_path / "run/eval/report.json").is_file()
 
 
-def test_nobody_can_guess_the_name_of_an_event_file(tmp_path: Path) -> None:
-    for _ in range(3):
-        with contextlib.closing(event_writer(tmp_path)) as writer:
-            writer.add_scalar("a", 1.0)
-    names = {path.name.rpartition(".")[2] for path in tmp_path.iterdir()}
-    assert len(names) == 3 and all(len(bytes.fromhex(name)) == 8 for name in names)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_sharded_checkpoint_is_not_written_through_a_link(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_not_written_through_a_link(tmp_path):
     target = tmp_path / "checkpoints" / "step_00000001"
     (home := tmp_path / "home").mkdir()
     (home / "mine").touch()
@@ -253,9 +238,7 @@ def test_no_command_waits_for_a_pipe(
                 train(config_of(run, pictures))
 
 
-def test_a_photo_may_have_the_longest_name(
-    stored: Path, pictures: Path, tmp_path: Path, call: Call
-) -> None:
+def test_a_photo_may_have_the_longest_name(stored, pictures, tmp_path, call):
     photo = tmp_path / f"{'ä' * 125}.png"  # 254 bytes
     shutil.copy(pictures / "a" / "0.png", photo)
     assert call(stored, "photo", photo, "--out", tmp_path / "out").code == 0

@@ -25,7 +25,7 @@ def images() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("version", ["0.1", "0.2"])
-def test_models_and_checkpoints_compute_the_logits_they_did(version: str) -> None:
+def test_models_and_checkpoints_compute_the_logits_they_did(version):
     for file, logits in json.loads((VERSIONS / version / "logits.json").read_text()).items():
         classifier = vit.load(VERSIONS / version / file, device="cpu", precision="float32")
         torch.testing.assert_close(
@@ -38,7 +38,7 @@ def test_models_and_checkpoints_compute_the_logits_they_did(version: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.1", "0.2"])
-def test_an_interrupted_run_goes_on(version: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on(version, tmp_path):
     run, stored = tmp_path / "run", VERSIONS / version
     shutil.copytree(stored, run, ignore=shutil.ignore_patterns("model.safetensors"))
     flags = {"out": str(run), "train": {"processes": "1"}}
@@ -53,9 +53,7 @@ def test_an_interrupted_run_goes_on(version: str, tmp_path: Path) -> None:
         assert all(torch.allclose(weights[k], expected[k], rtol=0, atol=1e-4) for k in expected)
 
 
-def test_an_included_model_is_found_beside_a_folder_with_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_included_model_is_found_beside_a_folder_with_its_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cifar10_quick/train").mkdir(parents=True)
     assert vit.load("cifar10_quick", "cpu").path.name == "cifar10_quick.safetensors"

@@ -39,7 +39,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize(("file", "ranges"), RANGES.items())
-def test_package_allows_every_pinned_version(file: str, ranges: list[str]) -> None:
+def test_package_allows_every_pinned_version(file, ranges):
     pinned, allowed = pins((ROOT / file).read_text()), by_name(ranges)
     build_tools = set(by_name(BUILD))  # pinned once, for both
     assert pinned.keys() | build_tools == allowed.keys() | build_tools
@@ -63,7 +63,7 @@ def run_pip(*words: str) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         configs = {
@@ -81,7 +81,7 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path) -> 
     assert wheel.stat().st_size < 13e6
 
 
-def test_vendored_files_are_those_that_their_readme_names() -> None:
+def test_vendored_files_are_those_that_their_readme_names():
     folder = ROOT / "vit/tensorboard_plugin/static/onnxruntime"
     lines = re.findall(r"^    ([0-9a-f]{64})  (\S+)$", (folder / "README.md").read_text(), re.M)
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
@@ -118,9 +118,7 @@ def run_installed(commands: Path, cwd: Path, name: str, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_tensorboard_finds_the_attention_tab_of_the_installed_package(
-    commands: Path, tmp_path: Path
-) -> None:
+def test_tensorboard_finds_the_attention_tab_of_the_installed_package(commands, tmp_path):
     program = (
         "import vit\n"
         "from tensorboard.default import get_dynamic_plugins\n"
@@ -134,9 +132,7 @@ def test_tensorboard_finds_the_attention_tab_of_the_installed_package(
 
 
 @pytest.mark.slow
-def test_installed_commands_find_the_bundled_recipes_and_model(
-    commands: Path, tmp_path: Path
-) -> None:
+def test_installed_commands_find_the_bundled_recipes_and_model(commands, tmp_path):
     words = ("--config", "shapes", "--print_config")
     assert run_installed(commands, tmp_path, "vit-train", *words).startswith("out: runs/shapes\n")
     Image.new("RGB", (60, 40), "green").save(tmp_path / "photo.png")
@@ -154,7 +150,7 @@ def pins(text: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("lock", ["requirements.lock", "requirements-dev.lock"])
-def test_lock_holds_every_pin_with_hashes(lock: str) -> None:
+def test_lock_holds_every_pin_with_hashes(lock):
     text = (ROOT / lock).read_text()
     sources = ["requirements.txt"]
     if "dev" in lock:
@@ -168,14 +164,11 @@ def test_lock_holds_every_pin_with_hashes(lock: str) -> None:
         assert re.fullmatch(r"[\w.-]+(\[\w+\])?==\S+( ; .+?)?( +--hash=sha256:[0-9a-f]{64})+", line)
 
 
-# What is imported.
-
-
 # Where a name that a user chooses is looked up, and the names that `vit` itself offers.
 LOOKUPS = {"vit/__init__.py", "vit/cli.py", "vit/data/datasets.py", "vit/explain/maps.py"}
 
 
-def test_modules_are_imported_by_statements_which_the_contracts_see() -> None:
+def test_modules_are_imported_by_statements_which_the_contracts_see():
     """A string leads to a module only where a table of user-chosen names is looked up."""
     places = {
         str(file.relative_to(ROOT))
@@ -212,7 +205,7 @@ print("plugin", *({{"torch", "matplotlib", "PIL", *{SLOW}}} & sys.modules.keys()
 @pytest.mark.parametrize(
     ("program", "printed"), [(CHECK, ["config", "photo", "report"]), (PLUGIN, ["plugin"])]
 )
-def test_nothing_imports_what_it_does_not_need(program: str, printed: list[str]) -> None:
+def test_nothing_imports_what_it_does_not_need(program, printed):
     """So that a mistyped flag is answered at once, and TensorBoard starts as before."""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -16,7 +16,7 @@ from vit.pretrained.sources import find_source
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_each_row_of_the_table_names_its_test() -> None:
+def test_each_row_of_the_table_names_its_test():
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 10
@@ -31,9 +31,7 @@ def test_each_row_of_the_table_names_its_test() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["timm", "transformers"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_code_in_folders_of_timm_and_transformers_never_runs(
-    kind: str, whole: bool, tmp_path: Path
-) -> None:
+def test_code_in_folders_of_timm_and_transformers_never_runs(kind, whole, tmp_path):
     """Whether or not there are weights that can be read beside the code."""
     folder, proof = tmp_path / "folder", tmp_path / "proof"
     folder.mkdir()

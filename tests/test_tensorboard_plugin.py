@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 import time
 import urllib.parse
 import weakref
@@ -96,13 +97,13 @@ def close(found: Any, expected: Any) -> bool:
     heads=st.integers(1, 3),
     classes=st.lists(st.text(max_size=9), max_size=6),
 )
-def test_a_record_survives_encoding(**options: Any) -> None:
+def test_a_record_survives_encoding(**options):
     record = make_record(**options)
     found = decode_details(zlib.compress(details_json(record.details)))
     assert close(json.loads(details_json(found)), plain(record))
 
 
-def test_older_records_are_read() -> None:
+def test_older_records_are_read():
     """Their maps have no sign, but a faithfulness, and the image has no file."""
     old = plain(make_record())
     assert {shown.pop("signed") for shown in old["maps"]} == {False, True}
@@ -114,7 +115,7 @@ def test_older_records_are_read() -> None:
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), least=st.sampled_from([-1, 0]), size=st.sampled_from([1e-6, 9]))
-def test_weights_of_any_sign_and_sum_survive_encoding(seed: int, least: int, size: float) -> None:
+def test_weights_of_any_sign_and_sum_survive_encoding(seed, least, size):
     weights = np.random.default_rng(seed).uniform(least, 1, (2, 3, 5, 5)).astype(np.float32) * size
     codes, scale = decode_weights(encode_weights(weights))
     assert codes.dtype == (np.int8 if least < 0 else np.uint8)
@@ -212,18 +213,16 @@ REFUSED: dict[Callable[[bytes], Any], Callable[[], list[tuple[bytes, str]]]] = {
 
 
 @pytest.mark.parametrize("decode", REFUSED, ids=lambda decode: decode.__name__)
-def test_what_contradicts_itself_is_refused_in_one_short_line(decode: Any) -> None:
+def test_what_contradicts_itself_is_refused_in_one_short_line(decode):
     for data, message in REFUSED[decode]():
         with pytest.raises(ValueError, match=message) as caught:
             decode(data)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
-@settings(max_examples=100)
 @given(st.data())
-def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> None:
+def test_damaged_bytes_raise_nothing_but_value_error(data):
     record = make_record(grid=(2, 2), layers=1, heads=1)
-    assert record.weights is not None
     scale = npy((1, 1, 4), "<f4", np.ones(4, "<f4").tobytes())
     for decode, encoded, pack in (
         (decode_details, details_json(record.details), zlib.compress),
@@ -235,7 +234,7 @@ def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> Non
         for _ in range(data.draw(st.integers(1, 3))):
             damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
         try:
-            decode(pack(bytes(damaged[: data.draw(st.integers(0, len(damaged)))])))  # type: ignore[operator]
+            decode(pack(bytes(damaged[: data.draw(st.integers(0, len(damaged)))])))
         except ValueError as error:
             assert "\n" not in str(error)
 
@@ -315,16 +314,14 @@ def ask(logs: tuple[Path, Any]) -> Callable[..., Any]:
     return asker(logs[0])
 
 
-def test_runs_with_several_steps_are_listed_first_in_natural_order(ask: Callable[..., Any]) -> None:
+def test_runs_with_several_steps_are_listed_first_in_natural_order(ask):
     runs = ask("runs").json["runs"]
     assert [run["name"] for run in runs] == ["many_steps", "run_2", "run_10", "damaged", "newer"]
     assert runs[1] == {"name": "run_2", "wall_time": 1.7e9 + 100, "several_steps": True}
     assert not any(run["several_steps"] for run in runs[3:])
 
 
-def test_a_list_of_runs_reads_only_those_with_something_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_of_runs_reads_only_those_with_something_new(tmp_path, monkeypatch):
     events = EventMultiplexer()
     provider = MultiplexerDataProvider(events, "")
     read = Mock(wraps=provider.read_tensors)
@@ -340,9 +337,7 @@ def test_a_list_of_runs_reads_only_those_with_something_new(
                 assert (run["several_steps"], read.call_count) == (step > 0, count)
 
 
-def test_images_have_predictions_details_and_weights_of_each_step(
-    ask: Callable[..., Any], logs: tuple[Path, Any]
-) -> None:
+def test_images_have_predictions_details_and_weights_of_each_step(ask, logs):
     found = ask("images", run="run_2").json
     assert found["problems"] == []
     tags = [image["tag"] for image in found["images"]]
@@ -366,7 +361,6 @@ def check_records(ask: Callable[..., Any], records: dict[tuple[str, int], Record
     for (tag, step), record in records.items():
         place = {"run": "run_2", "tag": tag, "step": step}
         assert close(json.loads(ask("details", **place).data), plain(record))
-        assert record.weights is not None
         body, count = ask("weights", **place).data, record.weights.size
         codes = np.frombuffer(body, np.uint8, count).reshape(record.weights.shape)
         scale = np.frombuffer(body[count:], "<f4").reshape(record.weights.shape[:3])
@@ -375,9 +369,7 @@ def check_records(ask: Callable[..., Any], records: dict[tuple[str, int], Record
         assert (error <= largest / 510 * (1 + 1e-5)).all()
 
 
-def test_live_model_is_what_was_stored_last_with_the_steps_that_belong_to_it(
-    ask: Callable[..., Any],
-) -> None:
+def test_live_model_is_what_was_stored_last_with_the_steps_that_belong_to_it(ask):
     found, live = ask("live", run="run_2").json, make_live(note="two steps")
     assert found["note"] == "two steps"
     assert found["spec"] == json.loads(json.dumps(dataclasses.asdict(live.spec)))
@@ -393,9 +385,7 @@ def test_live_model_is_what_was_stored_last_with_the_steps_that_belong_to_it(
         assert (found["spec"], found["steps"]) == (None, []) and found["note"].startswith(note)
 
 
-def test_details_are_decoded_one_step_at_a_time(
-    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_details_are_decoded_one_step_at_a_time(ask, monkeypatch):
     """Those of all steps of hostile records would fill the memory."""
     made: list[weakref.ref[Any]] = []
 
@@ -410,7 +400,7 @@ def test_details_are_decoded_one_step_at_a_time(
     assert len(made) == sum(len(image["steps"]) for image in images) > len(images) > 1
 
 
-def test_a_large_picture_is_read_but_not_a_small_file_that_becomes_large() -> None:
+def test_a_large_picture_is_read_but_not_a_small_file_that_becomes_large():
     details = plain(make_record())
     start, noise = details["image"].rstrip("="), np.random.default_rng(0).bytes(9 * 2**20)
     for content, is_read in ((base64.b64encode(noise).decode(), True), ("A" * 12 * 2**20, False)):
@@ -447,9 +437,7 @@ ODD = [
 
 
 @pytest.mark.parametrize(("route", "parameters", "message"), ODD)
-def test_bad_requests_get_one_line_of_json(
-    ask: Callable[..., Any], route: str, parameters: dict[str, Any], message: str
-) -> None:
+def test_bad_requests_get_one_line_of_json(ask, route, parameters, message):
     found = ask(route, **parameters)
     assert found.status_code == 400
     assert found.headers["X-Content-Type-Options"] == "nosniff"
@@ -457,7 +445,7 @@ def test_bad_requests_get_one_line_of_json(
     assert message in line and len(line) <= 1000 and "\n" not in line
 
 
-def test_damaged_records_do_not_hide_the_others(ask: Callable[..., Any]) -> None:
+def test_damaged_records_do_not_hide_the_others(ask):
     found = ask("images", run="damaged").json
     assert [image["tag"] for image in found["images"]] == ["good", "lying", "maps only"]
     assert [image["has_weights"] for image in found["images"]] == [True, True, False]
@@ -466,7 +454,7 @@ def test_damaged_records_do_not_hide_the_others(ask: Callable[..., Any]) -> None
     ]  # fmt: skip
 
 
-def test_a_failing_data_server_is_one_line_of_json() -> None:
+def test_a_failing_data_server_is_one_line_of_json():
     """TensorBoard's fast loader is another process, which may end or refuse a large answer."""
 
     class Refusal(grpc.RpcError):
@@ -485,14 +473,15 @@ def test_a_failing_data_server_is_one_line_of_json() -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_has_the_tab_and_its_loaders_read_records(logs: tuple[Path, Any]) -> None:
+def test_tensorboard_has_the_tab_and_its_loaders_read_records(logs, tmp_path):
     """A resumed run shows what it logged last: after an interruption, it goes on from step 5.
 
     The Python loader, in this process, takes the first purge_step for the start of the run, so that
     needs one, too.
     """
-    run, records = logs[0] / "resumed", {}
-    with serve(logs[0], "--load_fast=true") as address:
+    folder, records = shutil.copytree(logs[0], tmp_path / "logs"), {}
+    run = folder / "resumed"
+    with serve(folder, "--load_fast=true") as address:
 
         def ask(route: str, **parameters: object) -> Any:
             query = urllib.parse.urlencode(parameters)
@@ -522,7 +511,7 @@ def test_tensorboard_has_the_tab_and_its_loaders_read_records(logs: tuple[Path, 
                     records[step] = make_record(step + 100 * first)
                     add_summary(writer, summaries("photo", records[step]), step)
             wait(run.name, steps[-1])
-        for loader in (ask, asker(logs[0])):
+        for loader in (ask, asker(folder)):
             (image,) = json.loads(loader("images", run=run.name).data)["images"]
             assert [step["step"] for step in image["steps"]] == [0, 5, 10, 30]
             for step in (0, 5, 10, 30):
@@ -567,9 +556,7 @@ def arguments(tmp_path: Path) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def test_add_attention_writes_what_the_tab_shows(
-    tmp_path: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_add_attention_writes_what_the_tab_shows(tmp_path, arguments, monkeypatch):
     """The model may be of another size."""
     monkeypatch.setattr("vit.reporting.live.graph_of", lambda classifier: b"graph")
     add_attention(**arguments, model=grey_classifier())
@@ -594,7 +581,7 @@ def test_add_attention_writes_what_the_tab_shows(
         np.testing.assert_array_equal(np.asarray(pixels), expected)
 
 
-def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path: Path) -> None:
+def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path):
     maps, names = {"lrp": torch.randn(1, 3, 4), "my own": torch.rand(1, 3, 4)}, ["cat", HOSTILE]
     for tag, more in (("plain", {}), ("more", {"maps": maps, "classes": names})):
         with SummaryWriter(str(tmp_path / tag)) as writer:
@@ -637,9 +624,7 @@ def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path: Pa
         ({"tokens": torch.full((2, 2, 13, 8), torch.nan)}, "^tokens: "),
     ],
 )
-def test_add_attention_refuses_in_one_line_before_it_writes(
-    tmp_path: Path, arguments: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
+def test_add_attention_refuses_in_one_line_before_it_writes(tmp_path, arguments, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         add_attention(**{**arguments, **changes})
     assert "\n" not in str(caught.value)
@@ -648,7 +633,7 @@ def test_add_attention_refuses_in_one_line_before_it_writes(
 
 
 @pytest.mark.slow
-def test_example_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_the_guide_runs(tmp_path, monkeypatch):
     guide = (ROOT / "docs/tensorboard.md").read_text()
     code, *_ = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)

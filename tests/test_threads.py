@@ -108,9 +108,7 @@ def test_few_images_are_one_part_so_that_the_same_ones_get_the_same_logits():
 
 
 @pytest.mark.parametrize("most", [1, 5])
-def test_images_are_classified_in_smaller_parts_if_memory_runs_out(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_classified_in_smaller_parts_if_memory_runs_out(most, monkeypatch):
     classifier, sizes = vit.load("cifar10_quick", "cpu"), list[int]()
     images = torch.randint(256, (40, 3, 32, 32), dtype=torch.uint8)
     expected, forward = classifier.logits(images), Classifier._forward

@@ -148,13 +148,13 @@ def notable(rows: list[Row]) -> dict[str, Row]:
     return {row.property: row for row in rows if row.result in ("failed", "remark")}
 
 
-def test_right_attention_passes(tmp_path: Path) -> None:
+def test_right_attention_passes(tmp_path):
     rows = check_with_cost(define(tmp_path, RIGHT))
     assert [row.result for row in rows] == ["passed"] * len(rows) and len(rows) > 14
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_planted_fault_is_reported_in_its_row(fault: str, tmp_path: Path) -> None:
+def test_each_planted_fault_is_reported_in_its_row(fault, tmp_path):
     old, new, row, words = FAULTS[fault]
     assert old in RIGHT
     found = notable(check(define(tmp_path, RIGHT.replace(old, new))))
@@ -173,13 +173,13 @@ def test_each_planted_fault_is_reported_in_its_row(fault: str, tmp_path: Path) -
         "            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)",
     ),
 ])  # fmt: skip
-def test_equivalent_implementations_pass(old: str, new: str, tmp_path: Path) -> None:
+def test_equivalent_implementations_pass(old, new, tmp_path):
     """Zeros at the start, layers in another order, interleaved heads, and weights masked alike."""
     results = {row.result for row in check(define(tmp_path, RIGHT.replace(old, new)))}
     assert old in RIGHT and results <= {"passed", "unknown"}
 
 
-def test_a_convolution_of_values_is_a_choice(tmp_path: Path) -> None:
+def test_a_convolution_of_values_is_a_choice(tmp_path):
     layers = "self.out, self.dropout = nn.Linear(dim, dim)"
     source = RIGHT.replace(
         layers, f"self.near = nn.Conv1d(dim, dim, 3, padding=1)\n        {layers}"
@@ -189,9 +189,10 @@ def test_a_convolution_of_values_is_a_choice(tmp_path: Path) -> None:
     assert row.result == "remark" and "place of a token" in row.advice
 
 
-def test_unrecognized_projections_fail_no_check(tmp_path: Path) -> None:
+def test_unrecognized_projections_fail_no_check(tmp_path):
     """Values without a projection, and queries and keys in another order."""
     for old, new in (("self.v(x)", "x"), ("q = self.q(x)", "v = self.v(x)\n        q = self.q(x)")):
+        assert old in RIGHT
         rows = check(define(tmp_path, RIGHT.replace(old, new)))
         assert not [
             row for row in rows if row.result == "failed" and "gradient" not in row.property
@@ -209,18 +210,23 @@ class TokensFirst(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def test_attention_along_the_batch_is_found() -> None:
+def test_attention_along_the_batch_is_found():
     assert "batch_first" in notable(check(TokensFirst))["images are independent"].advice
 
 
-def test_projections_without_layers_are_found(tmp_path: Path) -> None:
-    """Matrices that are parameters are projections too."""
-    source = RIGHT.replace("self.q(x)", "(x @ self.wq)").replace("self.k(x)", "(x @ self.wk)")
+def test_projections_without_layers_are_found(tmp_path):
     layers = (
         "self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)"
     )
     matrices = "self.wq, self.wk = (nn.Parameter(torch.randn(dim, dim) / 8) for _ in range(2))"
-    source = source.replace(layers, f"{matrices}\n        self.v = nn.Linear(dim, dim)")
+    source = RIGHT
+    for old, new in (
+        ("self.q(x)", "(x @ self.wq)"),
+        ("self.k(x)", "(x @ self.wk)"),
+        (layers, f"{matrices}\n        self.v = nn.Linear(dim, dim)"),
+    ):
+        assert old in source
+        source = source.replace(old, new)
     rows = check(define(tmp_path, source))
     assert [row for row in rows if row.result != "passed"] == []
 
@@ -233,12 +239,12 @@ def few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -
 @pytest.mark.parametrize("attention", [
     scaled_dot_product_attention, nn.MultiheadAttention, TimmAttention, ATTENTION["cosine"], few,
 ])  # fmt: skip
-def test_attention_of_libraries_gives_no_false_alarm(attention: Any) -> None:
+def test_attention_of_libraries_gives_no_false_alarm(attention):
     assert not notable(check(attention))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "differential"])
-def test_sigmoid_and_differential_attention_get_one_remark(name: str) -> None:
+def test_sigmoid_and_differential_attention_get_one_remark(name):
     found = notable(check(ATTENTION[name]))
     assert {key: row.result for key, row in found.items()} == {"rows of weights sum to 1": "remark"}
 
@@ -275,7 +281,7 @@ class BareHead(nn.Module):
         return average(query, key, value)
 
 
-def test_what_may_be_meant_is_no_failure_and_calls_say_what_is_passed() -> None:
+def test_what_may_be_meant_is_no_failure_and_calls_say_what_is_passed():
     rows = [row for attention in (average, TalkingHeads) for row in check(attention)]
     assert "failed" not in {row.result for row in rows}
     (row,) = check(BareHead)
@@ -299,7 +305,7 @@ class PositionTable(nn.Module):
         return self.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
-def test_rows_of_a_table_that_few_tokens_do_not_use_are_no_fault() -> None:
+def test_rows_of_a_table_that_few_tokens_do_not_use_are_no_fault():
     rows = {row.property: row.result for row in check(PositionTable)}
     assert rows["all weights get gradients"] == "passed"
 
@@ -333,15 +339,13 @@ class LoopOverImages(Loop):
         return torch.stack(images)
 
 
-def test_attention_in_loops_gives_no_false_alarm() -> None:
+def test_attention_in_loops_gives_no_false_alarm():
     assert not [row for row in check(Loop) if row.result == "failed"]
     (row,) = (row for row in check(LoopOverImages) if row.result == "failed")
     assert "its softmax has the shape [2, 10, 10] instead of [3, 2, 10, 10]" in row.advice
 
 
-def test_json_output_replaces_only_earlier_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_output_replaces_only_earlier_output(tmp_path, monkeypatch):
     monkeypatch.setitem(ATTENTION, "mine.py:Mine", None)  # removed at the end
     file, own, other = (tmp_path / name for name in ("mine.py", "rows.json", "package.json"))
     file.write_text(RIGHT)
@@ -373,3 +377,11 @@ def test_nothing_has_to_be_trained():
     rows = {row.property: row.result for row in check_with_cost(Uniform)}
     assert rows["all weights get gradients"] == "passed"
     assert rows["time and memory of a training step"] == "passed"
+
+
+def test_a_failed_property_ends_with_exit_code_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(ATTENTION, "wrong.py:Mine", None)  # removed at the end
+    (file := tmp_path / "wrong.py").write_text(RIGHT.replace("dim=-1)", "dim=1)"))
+    with pytest.raises(SystemExit) as ended:
+        run(f"{file}:Mine", CheckConfig())
+    assert ended.value.code == 1 and "✗ rows of weights sum to 1" in capsys.readouterr().out

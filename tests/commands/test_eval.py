@@ -49,9 +49,6 @@ def map_images(
     return attention_maps(model, inputs, list(MAP_KINDS), **options)
 
 
-# Attention of test images.
-
-
 @pytest.fixture(scope="module")
 def explained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """What maps wrote for two chosen images, and what it printed, run as a user does."""
@@ -221,9 +218,6 @@ def test_rollout_takes_its_options_and_they_are_recorded(call, demo, opened, sha
         np.testing.assert_allclose(found, maps[kind].numpy(), rtol=1e-4, atol=1e-5)
 
 
-# Photos.
-
-
 def test_photos_get_their_best_classes_and_the_sheet_that_python_draws(
     call, demo, opened, tmp_path
 ):
@@ -250,9 +244,6 @@ def test_photos_get_their_best_classes_and_the_sheet_that_python_draws(
         expected = opened.explain(path, ("rollout", "lrp_pixels")).sheet()
         with Image.open(sheet) as file:
             np.testing.assert_array_equal(np.asarray(file), np.asarray(expected))
-
-
-# Bad input.
 
 
 @pytest.fixture(scope="module")

@@ -87,9 +87,6 @@ def noise(preprocess: Preprocess, count: int) -> torch.Tensor:
     return torch.randint(256, size, dtype=torch.uint8)
 
 
-# timm.
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_timm_loads_the_same_model(tmp_path, name):
     preprocess = Preprocess((16, 40), (0.5,), (0.3,))
@@ -163,8 +160,6 @@ def test_timm_is_refused_when_attention_was_edited(run, monkeypatch):
         export_run(str(run), ExportConfig(formats=("timm",)))
 
 
-# ONNX and torch.export.
-
 CONV = {"stem": "conv", "mlp_conv": True, "head_dim": 4, "patch_size": 2, "rel_pos": "relative"}
 
 
@@ -199,9 +194,6 @@ def test_graphs_take_any_batch_and_say_what_they_are(exported):
         torch.testing.assert_close(module(inputs), expected, atol=1e-5, rtol=0)
 
 
-# What is checked.
-
-
 @pytest.mark.parametrize("wrong", [2e-4, float("nan")])
 def test_an_export_with_other_logits_is_discarded(tmp_path, monkeypatch, wrong):
     run = save(tmp_path / "run", {})
@@ -231,9 +223,6 @@ def test_export_replaces_its_own_result_but_nothing_else(tmp_path, run):
         with pytest.raises(ValueError, match=rf"out: .*{file} exists and is not from an export"):
             export_run(str(source), ExportConfig(formats=(name,), out=str(tmp_path)))
         assert (tmp_path / file).read_bytes() == before
-
-
-# Image files.
 
 
 def save_files(folder: Path) -> list[Path]:
@@ -303,9 +292,6 @@ def test_exported_preprocess_gives_the_bits_that_predict_gives_the_model(
         assert found.tobytes() == expected.tobytes(), file
 
 
-# The programs in docs/export.md.
-
-
 PAGE = (Path(__file__).resolve().parents[2] / "docs/export.md").read_text()
 
 
@@ -314,9 +300,7 @@ def programs() -> dict[str, str]:
     return dict(re.findall(r"### ([\w. ]+)\n(?:(?!###).)*?```python\n(.*?)```", PAGE, re.DOTALL))
 
 
-def test_the_server_answers_four_clients_at_once_as_predict_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_answers_four_clients_at_once_as_predict_does(tmp_path, monkeypatch):
     (code,) = re.findall(r"## In a server\n.*?```python\n(.*?server)\.serve_", PAGE, re.DOTALL)
     save(tmp_path, {})
     monkeypatch.setattr("http.server.BaseHTTPRequestHandler.log_message", lambda *_: None)

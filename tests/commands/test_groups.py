@@ -12,7 +12,6 @@ import pytest
 import scipy.stats
 import torch
 
-from command_line import Call
 from models import save_untrained
 from vit.data import shapes
 from vit.data.datasets import load_test_images
@@ -29,7 +28,7 @@ TESTS = {
 }
 
 
-def test_t_tests_are_those_of_scipy() -> None:
+def test_t_tests_are_those_of_scipy():
     """For few and many runs, and p-values from below 1e-12 to 1; without variation, none."""
     random = np.random.default_rng(0)
     smallest = 1.0
@@ -55,9 +54,7 @@ def test_t_tests_are_those_of_scipy() -> None:
         assert student("x", sample) == ({"x": pytest.approx(alike[0]), "x_95": None}, None)
 
 
-def test_an_included_model_is_compared_on_its_eight_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_an_included_model_is_compared_on_its_eight_images(tmp_path, monkeypatch, call):
     (tmp_path / "run").mkdir()
     shutil.copy(BUNDLED / "cifar10_quick.safetensors", tmp_path / "run/model.safetensors")
     monkeypatch.chdir(tmp_path)  # without data/
@@ -125,7 +122,7 @@ def accuracies(runs: Path, names: list[str]) -> list[float]:
         ("cls_0 cls_1 -- avg_1 avg_2", "Welch's t-test"),
     ],
 )
-def test_groups_are_tested_as_scipy_does(compared: Any, runs: Path, words: str, test: str) -> None:
+def test_groups_are_tested_as_scipy_does(compared, runs, words, test):
     """The order of runs does not matter for pairs; other seeds make other tests."""
     ended, text, content = compared(words)
     groups = [sorted(part.split()) for part in words.split("--")]
@@ -148,7 +145,7 @@ def test_groups_are_tested_as_scipy_does(compared: Any, runs: Path, words: str, 
     assert f"{test}: p = {expected.pvalue:.2g}" in text and text in ended.out
 
 
-def test_a_group_of_one_run_and_runs_that_differ_are_pointed_out(compared: Any) -> None:
+def test_a_group_of_one_run_and_runs_that_differ_are_pointed_out(compared):
     _, text, content = compared("cls_0 cls_1 cls_long -- avg_0")
     first, second = content["over_runs"]["groups"]
     difference = content["over_runs"]["difference"]
@@ -162,9 +159,7 @@ def test_a_group_of_one_run_and_runs_that_differ_are_pointed_out(compared: Any) 
     compared("cls_0 cls_1 -- cls_long avg_0")
 
 
-def test_what_cannot_be_compared_is_refused_in_one_line(
-    compared: Any, runs: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_compared_is_refused_in_one_line(compared, runs, tmp_path):
     for words, part in (
         ("cls_0 cls_1 -- avg_0 cls_0/model.safetensors", "cls_0/model.safetensors is given twice"),
         (f"cls_0 cls_1 -- avg_0 ../{runs.name}/avg_0", "avg_0/model.safetensors is given twice"),

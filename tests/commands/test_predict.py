@@ -45,9 +45,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The table, and what the head gets.
-
-
 def test_features_are_what_the_head_turns_into_logits(photos):
     classifier = vit.load("cifar10_quick", "cpu", "float32")
     files = [photos / name for name in NAMES]

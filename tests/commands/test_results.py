@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 
 import vit
-from command_line import Call
 from small_runs import ROOT, draw_pictures, rows_of, small, tiny
 from vit.calibration import Calibration
 from vit.commands.train import train
@@ -55,12 +54,7 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Other data and settings.
-
-
-def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
-    trained: Path, base: Path, call: Call
-) -> None:
+def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(trained, base, call):
     run, others = base / "run", base / "others"
     shutil.copytree(trained / "pictures", others / "test")  # 80 images, most of the training
     draw_pictures(base / "more/test", 30, seed=1)
@@ -103,9 +97,7 @@ def test_no_result_of_other_images_or_settings_replaces_one_of_the_run(
     assert "Not measured." in model_card(load_model(run))
 
 
-def test_maps_decode_only_the_images_that_they_need(
-    base: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_decode_only_the_images_that_they_need(base, call, monkeypatch):
     draw_pictures(base / "others/test", 30)
     monkeypatch.setattr("vit.reporting.attention_records.FITTED_PATCHES", 1)
     read, numbers = ImageFiles.read, list[int]()
@@ -114,12 +106,9 @@ def test_maps_decode_only_the_images_that_they_need(
     assert ended.code == 0 and 0 < sum(numbers) < 10
 
 
-# Parts of a report.
-
-
 def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_changed(
-    base: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, call, monkeypatch
+):
     run, folder = base / "run", base / "run/eval"
     few = {kind: CORRUPTIONS[kind] for kind in KINDS}
     monkeypatch.setattr("vit.reporting.corruptions.CORRUPTIONS", few)
@@ -167,18 +156,13 @@ def test_parts_of_a_report_stay_until_they_are_measured_again_or_the_model_has_c
     assert _kept_parts(folder, "another digest", fourth["weights"]) == {}
 
 
-# Before the work, and when it is interrupted.
-
-
 @pytest.mark.parametrize(
     "words",
     [("report",), ("maps",), ("photo", "PHOTO"), ("predict", "PHOTO"), ("heads", "--images", "4"),
      ("compare", "RUN"), ("export", "timm")],
     ids=lambda words: words[0],
 )  # fmt: skip
-def test_a_folder_that_cannot_be_written_is_named_before_the_work(
-    words: tuple[str, ...], trained: Path, call: Call, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(words, trained, call, tmp_path):
     """Not even root can write there, as on a read-only disk."""
     names = {"PHOTO": trained / "pictures/a/0.png", "RUN": tmp_path / "again"}
     shutil.copytree(trained / "run", names["RUN"])
@@ -194,7 +178,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_work(
                 train(small(Path(f"{place}/run")))
 
 
-def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path: Path, call: Call) -> None:
+def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path, call):
     photo, out = tmp_path / "in/0000.jpg", tmp_path / "out"
     photo.parent.mkdir()
     Image.effect_noise((1600, 1200), 50).save(photo)
@@ -229,9 +213,7 @@ def test_ctrl_c_keeps_the_rows_so_far_and_an_earlier_table(tmp_path: Path, call:
     assert [*out.iterdir()] == [table] and table.read_text().count("\n") == 2
 
 
-def test_an_error_keeps_the_rows_so_far(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_keeps_the_rows_so_far(tmp_path, call, monkeypatch):
     """Of a worker that was killed."""
     decode, photos = ImageFiles.decode_all, draw_pictures(tmp_path / "in", 40, [""])
 
@@ -246,9 +228,7 @@ def test_an_error_keeps_the_rows_so_far(
     assert not (tmp_path / "all.csv").exists() and "classified 32 of 40" in ended.out
 
 
-def test_maps_that_are_interrupted_leave_the_earlier_ones(
-    trained: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_that_are_interrupted_leave_the_earlier_ones(trained, call, tmp_path, monkeypatch):
     words = (trained / "run", "maps", "--probes", "2", "--faithfulness", "2", "--out", tmp_path)
     assert call(*words).code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "attention").iterdir()}
@@ -266,12 +246,7 @@ def interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-# Precision.
-
-
-def test_predictions_and_calibration_are_float32_after_training_in_bfloat16(
-    trained: Path, base: Path, call: Call
-) -> None:
+def test_predictions_and_calibration_are_float32_after_training_in_bfloat16(trained, base, call):
     run, files = base / "run", sorted((trained / "pictures").rglob("*.png"))
     assert load_model(run).config.train.precision == "bfloat16"
     classifier = vit.load(run, "cpu")

@@ -279,7 +279,7 @@ def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shape", [(3, 32, 32), (3, 50, 20), (1, 24, 40)])
-def test_operation_is_torchvisions(images: Tensor, operation: str, shape: tuple[int, ...]) -> None:
+def test_operation_is_torchvisions(images, operation, shape):
     square = shape == (3, 32, 32)
     if not square:
         images = torch.randint(256, (4, *shape), dtype=torch.uint8, generator=seeded())
@@ -296,7 +296,7 @@ def test_operation_is_torchvisions(images: Tensor, operation: str, shape: tuple[
         assert (apart > 0).float().mean() < (0.05 if square else 0.3)
 
 
-def test_operations_are_drawn_evenly_both_ways() -> None:
+def test_operations_are_drawn_evenly_both_ways():
     """Of one image many times: each operation and way leaves its own picture."""
     image, count = draw_shapes(1, seed=0)[0][..., :16, :16], 2_800
     changed = rand_augment(image.expand(count, -1, -1, -1), 1, 9, Draws(0, count))

@@ -28,9 +28,6 @@ def load_real(name: str, train: bool) -> ImageSet:
     return load(name, ROOT, train, download=False)
 
 
-# What is in them.
-
-
 @pytest.mark.parametrize("name", [*FOLDERS, "shapes", "digits"])
 def test_normalization_is_that_of_the_training_images(name):
     images = load_real(name, train=True).images
@@ -43,7 +40,7 @@ def test_normalization_is_that_of_the_training_images(name):
     assert std.tolist() == pytest.approx(DATASETS[name].std, abs=1e-4)
 
 
-def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
+def test_drawn_training_and_test_images_differ_and_need_no_root(tmp_path):
     training, test = (
         load("shapes", tmp_path / "nowhere", part, count=50) for part in (True, False)
     )
@@ -52,9 +49,6 @@ def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
     images, _, _ = draw_shapes(50, seed=0)
     for one, other in itertools.combinations((training.images, test.images, images), 2):
         assert not (one == other).flatten(1).all(1).any()
-
-
-# How they are split.
 
 
 def hold_out(images: ImageSet, size: int) -> tuple[ImageSet, ImageSet]:
@@ -98,9 +92,6 @@ def test_class_without_training_images_is_refused_with_the_counts():
         ValueError, match=r"^data\.train_size: 4 leaves a class .*\(circle .* use more"
     ):
         load_training(DataConfig(name="shapes", train_size=4, val_size=0), seed=0)
-
-
-# Drawn shapes.
 
 
 # Areas of the outlines inside the unit circle, by geometry.

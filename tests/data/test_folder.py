@@ -76,9 +76,6 @@ def read(root: Path, train: bool, test_fraction: float | None = None) -> ImageSe
     return list_folder(folder(root, test_fraction=test_fraction), train)
 
 
-# What is read.
-
-
 def test_images_are_the_pictures_and_those_for_training_are_mixed_always_alike(root):
     test, data, again = (load("folder", root, train=train) for train in (False, True, True))
     assert torch.equal(data.images, again.images) and torch.equal(data.labels, again.labels)
@@ -212,9 +209,6 @@ def test_folders_that_may_be_parts_or_classes_are_refused_with_both_readings(roo
         assert words.endswith(words.partition(" as parts")[0])
 
 
-# Broken pictures.
-
-
 BROKEN: list[tuple[str, Callable[[Path], Any]]] = [
     ("train", lambda path: path.write_bytes(next(path.parent.iterdir()).read_bytes()[:2000])),
     ("test", Image.new("1", (9500, 9500)).save),  # at which Pillow only warns
@@ -240,7 +234,7 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, half, spoil):
     )
 
 
-def test_photos_in_heic_name_the_package_that_they_need(root: Path, capsys: Any) -> None:
+def test_photos_in_heic_name_the_package_that_they_need(root, capsys):
     (root / "train/dog/a.png").write_bytes(b"no picture")
     (root / "train/dog/b.jpg").write_bytes(b"\0\0\0\x18ftypheic")
     hint = "; HEIC needs a package; run pip install pillow-heif"
@@ -251,7 +245,7 @@ def test_photos_in_heic_name_the_package_that_they_need(root: Path, capsys: Any)
 
 
 @pytest.mark.parametrize("memory", [None, 0.0])
-def test_all_broken_pictures_are_named_at_once(root: Path, memory: float | None) -> None:
+def test_all_broken_pictures_are_named_at_once(root, memory):
     broken = sorted([*root.glob("t*/cat/*.png"), *root.glob("test/owl/*")])
     for path in broken:
         path.write_bytes(b"no picture")
@@ -261,9 +255,6 @@ def test_all_broken_pictures_are_named_at_once(root: Path, memory: float | None)
     assert message.endswith("on_bad_image skip") and " and 6 more; " in message
     listed = message.partition("files cannot be read: ")[2].partition(" and ")[0].split(", ")
     assert len({*listed}) == 10 and {*listed} < {str(path.relative_to(root)) for path in broken}
-
-
-# Wrong layouts.
 
 
 def only_bad_pictures(root: Path) -> None:
@@ -300,9 +291,6 @@ def test_what_cannot_be_split_is_refused(root, classes_only):
         shutil.rmtree(classes_only / name)
     with pytest.raises(ValueError, match=r"has 1 classes \(c d\); a classifier needs at least two"):
         read(classes_only, train=True)
-
-
-# Recognizing a user's images.
 
 
 def test_images_are_recognized(root, classes_only, tmp_path):
@@ -369,18 +357,13 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp
         parse_train(["--config", str(file), "--config", "later"])
 
 
-# Runs.
-
-
 def config(root: Path, out: Path, **data: Any) -> Config:
     data = {"name": "folder", "root": str(root), "val_size": 3, "train_size": None, **data}
     train = {"epochs": 1, "batch_size": 8, "accumulate": 1}
     return small(out, data=data, train=train, track={"probes": 0})
 
 
-def test_a_run_among_the_pictures_is_refused_and_one_beside_their_parts_is_not(
-    root: Path, classes_only: Path
-) -> None:
+def test_a_run_among_the_pictures_is_refused_and_one_beside_their_parts_is_not(root, classes_only):
     with pytest.raises(ValueError, match=r"^out: .* is inside data\.root=.*choose another --out$"):
         train(config(classes_only, classes_only / "runs" / "first"))
     assert not (classes_only / "runs").exists()
@@ -397,9 +380,7 @@ def keys(images: ImageSet) -> list[tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("memory", [None, 0.0])
-def test_copies_of_a_picture_are_on_one_side_of_each_split(
-    tmp_path: Path, memory: float | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_of_a_picture_are_on_one_side_of_each_split(tmp_path, memory, capsys):
     for number in range(60):  # each four times, and as a link
         folder = tmp_path / CLASSES[number % 3]
         folder.mkdir(exist_ok=True)
@@ -426,9 +407,7 @@ def test_copies_of_a_picture_are_on_one_side_of_each_split(
     assert list_folder(data, train=True).fingerprint != before  # so that no run mixes two splits
 
 
-def test_copies_among_the_users_own_parts_stay_and_are_counted(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_among_the_users_own_parts_stay_and_are_counted(root, capsys):
     shutil.copy(root / "train" / "cat" / "00.png", root / "test" / "cat" / "24.png")
     (root / "test" / "owl" / "link.png").symlink_to(root / "train" / "owl" / "02.png")
     data = DataConfig(name="folder", root=str(root))
@@ -438,9 +417,7 @@ def test_copies_among_the_users_own_parts_stay_and_are_counted(
     assert load_test_images(data).class_counts() == [4, 4, 5]
 
 
-def test_pages_are_bands_of_a_model_with_as_many_channels_else_pointed_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pages_are_bands_of_a_model_with_as_many_channels_else_pointed_out(tmp_path, capsys):
     pages = np.random.default_rng(0).integers(256, size=(20, 5, 32, 32), dtype=np.uint8)
     for number, planes in enumerate(pages):
         first, *others = map(Image.fromarray, planes)
@@ -458,8 +435,8 @@ def test_pages_are_bands_of_a_model_with_as_many_channels_else_pointed_out(
 
 
 def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    root, tmp_path, monkeypatch, capsys
+):
     settings = config(root, tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr("vit.commands.train.finish_run", lambda *_: None)
@@ -470,7 +447,6 @@ def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes
         train(settings)
     first.with_name("zz.png").rename(first)
     report = train(settings)
-    assert report is not None
     capsys.readouterr()
     shutil.copytree(root / "test" / "owl", tmp_path / "few" / "test" / "owl")
     few = vit.evaluate(vit.load(tmp_path / "run"), tmp_path / "few")
@@ -485,9 +461,7 @@ def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes
         evaluate_run(str(tmp_path / "run"), ReportConfig(data=EvalDataConfig(root=str(root))))
 
 
-def test_a_changed_folder_is_not_split_into_other_test_images(
-    classes_only: Path, tmp_path: Path
-) -> None:
+def test_a_changed_folder_is_not_split_into_other_test_images(classes_only, tmp_path):
     train(config(classes_only, tmp_path / "run"))
     train(config(classes_only, tmp_path / "half", test_fraction=0.5))
     options = CompareConfig(others=(str(tmp_path / "half"),))
@@ -502,9 +476,7 @@ def test_a_changed_folder_is_not_split_into_other_test_images(
         evaluate_run(str(tmp_path / "run"), there)
 
 
-def test_a_folder_that_changes_during_training_is_not_tested(
-    classes_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_changes_during_training_is_not_tested(classes_only, tmp_path, monkeypatch):
     run = Loop.run
 
     def add_a_file(loop: Loop) -> None:
@@ -526,7 +498,7 @@ def test_a_class_whose_name_is_not_utf_8_is_refused(tmp_path):
         list_folder(DataConfig(name="folder", root=str(tmp_path)), train=True)
 
 
-def test_content_decides_what_is_an_image(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_content_decides_what_is_an_image(root, capsys):
     """Saved under names that no list has, without a suffix, and beside what is no image."""
     names = {"a.jfif": "jpeg", "b": "png", "c.img": "webp", "d.JPE": "jpeg", "e.tga": "tga"}
     cat = root / "train" / "cat"
@@ -553,7 +525,7 @@ def test_content_decides_what_is_an_image(root: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("test", ["test", "evaluation"])
-def test_a_folder_for_validation_beside_one_for_testing_is_held_out(root: Path, test: str) -> None:
+def test_a_folder_for_validation_beside_one_for_testing_is_held_out(root, test):
     places = [f"{part}/{name}/0.png" for part in ("train", "val", test) for name in "ab"]
     tree(root, *places, "train/a/1.png", "other/empty.txt")
     (root / "train/left.tar").touch()  # what was unpacked
@@ -564,7 +536,7 @@ def test_a_folder_for_validation_beside_one_for_testing_is_held_out(root: Path, 
     assert {Path(path).parts[-3] for path in read(root, False).origins} == {test}
 
 
-def test_an_empty_class_is_named_and_not_taken_for_cifar10(root: Path) -> None:
+def test_an_empty_class_is_named_and_not_taken_for_cifar10(root):
     tree(root, "a/0.png", "b/0.png", "c/0.png", "d/notes.txt")
     (root / "c/0b.png").unlink()
     assert recognize(root) == "folder"
@@ -573,9 +545,7 @@ def test_an_empty_class_is_named_and_not_taken_for_cifar10(root: Path) -> None:
         read(root, True)
 
 
-def test_levels_that_a_file_of_12_bits_lacks_are_named(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_levels_that_a_file_of_12_bits_lacks_are_named(root, capsys):
     for name, top in (("12.png", 4000), ("16.png", 60_000)):
         Image.fromarray(np.linspace(0, top, 64).astype(np.uint16).reshape(8, 8)).save(root / name)
         file = ImageFiles((str(root / name),), Preprocess((8, 8), (0.5,), (0.5,)))

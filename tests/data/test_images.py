@@ -53,7 +53,7 @@ def in_json(row: dict[str, str]) -> dict[str, str]:
     return {key: value.encode(errors="replace").decode() for key, value in row.items()}
 
 
-def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
+def test_a_run_says_what_became_of_each_file(run, pictures):
     split, predictions = rows_of(run / "split.csv"), rows_of(run / "eval/predictions.csv")
     files = {
         part: {str(path.relative_to(pictures)) for path in (pictures / part).rglob("*.png")}
@@ -85,7 +85,7 @@ def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
         assert mistake == {key: row[key] for key in ("file", "label", "prediction")}
 
 
-def test_maps_and_records_name_their_files(run: Path, pictures: Path) -> None:
+def test_maps_and_records_name_their_files(run, pictures):
     table, names = rows_of(run / "eval/predictions.csv"), {}
     odd = next(index for index, row in enumerate(table) if "\udce4" in row["file"])
     options = MapsConfig(indices=(9, odd), faithfulness=0, kinds=("rollout",))

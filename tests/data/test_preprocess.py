@@ -6,7 +6,6 @@ import itertools
 import json
 import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +36,7 @@ def by_torchvision(pixels: np.ndarray, *transforms: v2.Transform) -> torch.Tenso
     return v2.Compose([*transforms, v2.PILToTensor()])(Image.fromarray(pixels))
 
 
-def test_the_config_sets_it_and_files_without_the_newer_fields_are_read() -> None:
+def test_the_config_sets_it_and_files_without_the_newer_fields_are_read():
     data = DataConfig(name="folder", image_size=(64, 96), fit="pad", channels=5)
     preprocess = Preprocess.from_config(data)
     assert (preprocess.image_size, preprocess.fit) == ((64, 96), "pad")
@@ -58,7 +57,7 @@ TARGETS = [(32, 32), (64, 96), (15, 31)]
 
 
 @pytest.mark.parametrize("size", PHOTOS)
-def test_crop_is_torchvisions_resize_and_center_crop(size: tuple[int, int]) -> None:
+def test_crop_is_torchvisions_resize_and_center_crop(size):
     """The photo is resized to the smallest size that covers the frame."""
     pixels = photo(*size)
     for target, crop_pct in zip(TARGETS, (1.0, 0.9, 0.875), strict=True):
@@ -71,7 +70,7 @@ def test_crop_is_torchvisions_resize_and_center_crop(size: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize("size", PHOTOS[:-1])  # torchvision refuses to shrink a side to 0
-def test_pad_is_torchvisions_resize_and_pad(size: tuple[int, int]) -> None:
+def test_pad_is_torchvisions_resize_and_pad(size):
     pixels, tiny = photo(*size), torch.empty(1, *size)
     for target in TARGETS:
         wanted = dataclasses.replace(CIFAR10, image_size=target, fit="pad")
@@ -86,7 +85,7 @@ def test_pad_is_torchvisions_resize_and_pad(size: tuple[int, int]) -> None:
     assert wanted.normalize(fill).abs().max() < 0.01  # the mean colour
 
 
-def test_squash_is_torchvisions_resize_to_both_sides() -> None:
+def test_squash_is_torchvisions_resize_to_both_sides():
     wanted = dataclasses.replace(CIFAR10, image_size=(15, 40), fit="squash")
     for size in PHOTOS:
         expected = by_torchvision(photo(*size), v2.Resize((15, 40), BICUBIC))
@@ -97,7 +96,7 @@ def test_squash_is_torchvisions_resize_to_both_sides() -> None:
 
 
 @with_fits
-def test_a_line_of_pixels_needs_no_memory(fit: str) -> None:
+def test_a_line_of_pixels_needs_no_memory(fit):
     for line in (np.full((1, 100_000, 3), 9, np.uint8), np.full((100_000, 1, 3), 9, np.uint8)):
         wanted = dataclasses.replace(CIFAR10, image_size=(224, 224), fit=fit)
         assert (wanted.resize(line)[:, 111, 111] == 9).all()
@@ -106,7 +105,7 @@ def test_a_line_of_pixels_needs_no_memory(fit: str) -> None:
 
 
 @with_fits
-def test_each_of_many_channels_is_treated_like_a_grey_image(fit: str) -> None:
+def test_each_of_many_channels_is_treated_like_a_grey_image(fit):
     pixels = photo(50, 80, 5)
     five = Preprocess((32, 32), (0.1, 0.2, 0.3, 0.4, 0.5), (0.25,) * 5, fit=fit)
     found = five.resize(pixels)
@@ -117,8 +116,7 @@ def test_each_of_many_channels_is_treated_like_a_grey_image(fit: str) -> None:
 
 @with_fits
 @pytest.mark.parametrize("size", [(60, 150), (301, 200)])
-def test_a_spot_is_where_the_view_says(size: tuple[int, int], fit: str) -> None:
-    """A bright spot in the photo is found at the same place of view and model input."""
+def test_a_spot_is_where_the_view_says(size, fit):
     wanted = dataclasses.replace(CIFAR10, fit=fit)
     height, width = size
     place = np.array([0.4 * height, 0.55 * width]).round().astype(int)
@@ -132,7 +130,7 @@ def test_a_spot_is_where_the_view_says(size: tuple[int, int], fit: str) -> None:
         assert found[axis] / 32 == pytest.approx(expected, abs=0.04)
 
 
-def test_sets_of_images_are_resized_like_photos_and_stored_a_seventh_larger() -> None:
+def test_sets_of_images_are_resized_like_photos_and_stored_a_seventh_larger():
     images = torch.from_numpy(photo(32, 40)).permute(2, 0, 1).expand(2, -1, -1, -1)
     wanted = Preprocess.from_config(DataConfig(image_size=(48, 48), channels=1))
     assert torch.equal(wanted.resize_all(images)[1], wanted.resize(photo(32, 40)))
@@ -143,7 +141,7 @@ def test_sets_of_images_are_resized_like_photos_and_stored_a_seventh_larger() ->
 # Image files as people see them.
 
 
-def test_grey_and_rgb_become_each_other_as_in_pillow(tmp_path: Path) -> None:
+def test_grey_and_rgb_become_each_other_as_in_pillow(tmp_path):
     grey, colour = photo(12, 9, 1)[..., 0], photo(12, 9)
     Image.fromarray(grey).save(tmp_path / "grey.png")
     Image.fromarray(colour).save(tmp_path / "colour.png")
@@ -158,7 +156,7 @@ def test_grey_and_rgb_become_each_other_as_in_pillow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_16_bits_are_scaled_alike_in_dark_and_bright_images(tmp_path: Path, suffix: str) -> None:
+def test_16_bits_are_scaled_alike_in_dark_and_bright_images(tmp_path, suffix):
     path, values = tmp_path / f"deep.{suffix}", [0, 255, 256, 514]
     Image.fromarray(np.array([values], np.uint16)).save(path)
     assert to_photo(path, 1)[0, :, 0].tolist() == [value // 257 for value in values]
@@ -173,7 +171,7 @@ def test_16_bits_are_scaled_alike_in_dark_and_bright_images(tmp_path: Path, suff
         to_photo(tmp_path / "deeper.tif")
 
 
-def test_what_is_transparent_is_seen_on_white(tmp_path: Path) -> None:
+def test_what_is_transparent_is_seen_on_white(tmp_path):
     colour, alpha = photo(12, 9), np.full((12, 9, 1), 255, dtype=np.uint8)
     alpha[:6], alpha[6:, :4] = 0, 51
     Image.fromarray(np.concatenate([colour, alpha], axis=-1)).save(tmp_path / "photo.png")
@@ -186,7 +184,7 @@ def test_what_is_transparent_is_seen_on_white(tmp_path: Path) -> None:
     assert to_photo(tmp_path / "palette.gif").tolist() == [[[255, 255, 255], [0, 0, 200]]]
 
 
-def test_damaged_notes_are_ignored_and_damaged_images_refused(tmp_path: Path) -> None:
+def test_damaged_notes_are_ignored_and_damaged_images_refused(tmp_path):
     # Five entries are announced and none is there; a quarter turn beside a resolution that is
     # text; and what is no EXIF at all.
     turn, text = b"\x12\1\3\0\1\0\0\0\6\0\0\0", b"\x1a\1\2\0\3\0\0\0abc\0"
@@ -208,7 +206,7 @@ def test_damaged_notes_are_ignored_and_damaged_images_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK"])
-def test_bands_are_channels_of_a_file_an_image_and_an_array(tmp_path: Path, mode: str) -> None:
+def test_bands_are_channels_of_a_file_an_image_and_an_array(tmp_path, mode):
     pixels, path = photo(12, 9, len(mode)), tmp_path / "bands.tif"
     image = Image.frombytes(mode, (9, 12), pixels.tobytes())
     image.save(path)
@@ -216,7 +214,7 @@ def test_bands_are_channels_of_a_file_an_image_and_an_array(tmp_path: Path, mode
         np.testing.assert_array_equal(to_photo(same, len(mode)), pixels)
 
 
-def test_arrays_images_and_files_are_converted_or_refused(tmp_path: Path) -> None:
+def test_arrays_images_and_files_are_converted_or_refused(tmp_path):
     Image.fromarray(photo(12, 9)).save(tmp_path / "colour.png")
     words = r"^photo: .*colour\.png has 3 channels, but the model takes 2 \("
     with pytest.raises(ValueError, match=words):
@@ -233,7 +231,7 @@ def test_arrays_images_and_files_are_converted_or_refused(tmp_path: Path) -> Non
             to_photo(wrong, 5)
 
 
-def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
+def test_heic_is_read_where_its_package_is_installed(monkeypatch):
     registered: list[bool] = []
     package = SimpleNamespace(register_heif_opener=lambda: registered.append(True))
     monkeypatch.setitem(sys.modules, "pillow_heif", package)
@@ -241,9 +239,7 @@ def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
     assert registered == [True]
 
 
-def test_only_the_named_formats_are_read_and_no_program_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_named_formats_are_read_and_no_program_is_started(tmp_path, monkeypatch):
     ran, gs, image = tmp_path / "ran", tmp_path / "gs", Image.fromarray(photo(16, 16))
     gs.write_text(f"#!/bin/sh\ntouch {ran}\n")
     gs.chmod(0o755)
@@ -270,7 +266,7 @@ def test_only_the_named_formats_are_read_and_no_program_is_started(
     assert ran.exists()  # what opens every format does start it
 
 
-def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path: Path) -> None:
+def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path):
     for turn, suffix in itertools.product(range(1, 9), ("png", "tif")):  # how the camera was held
         path, exif = tmp_path / f"{turn}.{suffix}", Image.Exif()
         exif[ExifTags.Base.Orientation] = turn
@@ -283,7 +279,7 @@ def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path: Path) ->
         assert (to_photo(tmp_path / f"several.{suffix}") == 10).all()
 
 
-def test_a_set_that_would_fill_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_that_would_fill_the_memory_is_refused(monkeypatch):
     images = load("shapes", ".", train=False, count=10)
     monkeypatch.setattr("vit.data.images.free_memory", lambda: 100_000)
     assert images.resized(CIFAR10).images is images.images

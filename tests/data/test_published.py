@@ -118,14 +118,17 @@ def assert_complete(data: DataConfig) -> None:
     name = data.name
     for train, labels, first in ((True, TRAINED, 0), (False, TESTED, 4)):
         images = open_images(data, train)
-        assert sorted(images.labels.tolist()) == sorted(labels)
         assert images.labels.dtype == torch.int64 and images.masks is None
         if name == "cifar10":
             assert images.classes == CLASSES
-        if name == "flowers102":
-            assert all(Path(path).is_file() for path in images.images.paths)
-            assert len(images.images) == len(labels)
+        if name == "flowers102":  # training images are shuffled
+            files = [*map(Path, images.images.paths)]
+            numbers = [int(file.stem[-5:]) - 1 for file in files]
+            assert all(file.is_file() for file in files)
+            assert sorted(numbers) == [*range(first, first + len(labels))]
+            assert images.labels.tolist() == [(TRAINED + TESTED)[number] for number in numbers]
             continue
+        assert images.labels.tolist() == labels
         shape = (28, 28, 1) if name == "fashion_mnist" else (32, 32, 3)
         expected = np.stack(
             [picture(first + n, shape).transpose(2, 0, 1) for n in range(len(labels))]

@@ -75,8 +75,8 @@ def names(source: ImageSet) -> list[str]:
 
 
 def test_shards_made_as_documented_give_the_images_of_the_folder_and_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     section = (ROOT / "docs/data.md").read_text(encoding="utf-8").partition("## Shards\n")[2]
     section = section.partition("folder of these:\n\n")[2]
     code, command = re.split(r"\n    python (train\.py .*)\n", section, maxsplit=1)[:2]
@@ -109,10 +109,7 @@ def test_shards_made_as_documented_give_the_images_of_the_folder_and_a_report(
     assert report["n"] == 6 and [*report["per_class"]] == [*CLASSES]
 
 
-# What is read.
-
-
-def test_a_shard_that_changes_is_read_again(root: Path) -> None:
+def test_a_shard_that_changes_is_read_again(root):
     first, again = read(root), read(root)
     assert again.images.paths == first.images.paths and again.fingerprint == first.fingerprint
     write_shard(root / "train/001.tar", labelled(range(100, 102)))
@@ -122,10 +119,7 @@ def test_a_shard_that_changes_is_read_again(root: Path) -> None:
     assert changed.fingerprint != first.fingerprint
 
 
-# Layouts.
-
-
-def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
+def test_names_of_classes_are_numbers_without_a_list(root):
     (root / "classes.txt").unlink()
     assert read(root).classes == read(root, train=False).classes == ("0", "1", "2")
     with_more = labelled(range(200, 202), 11)
@@ -141,7 +135,7 @@ def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "other"), [("train", "val"), ("in1k-train-of-9", "in1k-validation-of-1")]
 )
-def test_shards_for_training_and_testing_are_not_mixed(root: Path, train: str, other: str) -> None:
+def test_shards_for_training_and_testing_are_not_mixed(root, train, other):
     for number, shard in enumerate(sorted((root / "train").glob("*.tar"))):
         shard.rename(shard.with_name(f"{train}-{number}.tar"))
     assert len(read(root / "train").labels)
@@ -150,14 +144,14 @@ def test_shards_for_training_and_testing_are_not_mixed(root: Path, train: str, o
         read(root / "train")
 
 
-def test_a_shard_in_train_may_be_called_train(root: Path) -> None:
+def test_a_shard_in_train_may_be_called_train(root):
     first = next((root / "train").glob("*.tar"))
     first.rename(first.with_name("train.tar"))
     assert len(read(root).labels) == 30
 
 
 @pytest.mark.parametrize("layout", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_members_may_have_folders_and_companions(tmp_path: Path, layout: int) -> None:
+def test_members_may_have_folders_and_companions(tmp_path, layout):
     picture = encoded(0, "jpeg")
     long = f"x/y.z/4\u00e9 {'long' * 30}"
     members = {
@@ -175,16 +169,13 @@ def test_members_may_have_folders_and_companions(tmp_path: Path, layout: int) ->
     assert images.images.paths[0].open().read() == picture
 
 
-# Mistakes.
-
-
 def add(members: dict[str, bytes | None]) -> Callable[[Path], None]:
     """Add members to train/001.tar, replace them, or leave them out."""
 
     def spoil(root: Path) -> None:
         path = root / "train/001.tar"
         with tarfile.open(path) as tar:
-            old = {info.name: tar.extractfile(info).read() for info in tar}  # type: ignore[union-attr]
+            old = {info.name: tar.extractfile(info).read() for info in tar}
         write_shard(path, {k: v for k, v in (old | members).items() if v is not None})
 
     return spoil
@@ -211,17 +202,12 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "words"), WRONG)
-def test_a_mistake_is_one_line_that_names_shard_and_member(
-    root: Path, spoil: Callable[[Path], Any], words: str
-) -> None:
+def test_a_mistake_is_one_line_that_names_shard_and_member(root, spoil, words):
     spoil(root)
     with pytest.raises(ValueError) as info:
         load_training(DataConfig(name="shards", root=str(root), memory_gb=0), seed=0)
     words = words.replace("SHARD", r"ROOT/train/001\.tar").replace("ROOT", re.escape(str(root)))
     assert re.match(rf"data\.root: {words}", str(info.value)) and "\n" not in str(info.value)
-
-
-# Hostile headers.
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE, content: bytes = b"") -> bytes:
@@ -271,7 +257,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_hostile_headers_end_in_one_line(tmp_path: Path, case: str) -> None:
+def test_hostile_headers_end_in_one_line(tmp_path, case):
     shard = tmp_path / "0.tar"
     shard.write_bytes(TWO + HEADERS[case])
     with bounded(), pytest.raises(ValueError) as info:
@@ -280,7 +266,7 @@ def test_hostile_headers_end_in_one_line(tmp_path: Path, case: str) -> None:
     assert message.startswith(f"data.root: {shard}: cut or damaged after ") and "\n" not in message
 
 
-def test_a_label_is_not_read_beyond_what_it_may_be(tmp_path: Path) -> None:
+def test_a_label_is_not_read_beyond_what_it_may_be(tmp_path):
     shard = tmp_path / "0.tar"
     with shard.open("wb") as file:  # a file with a hole, of a few blocks on the disk
         file.write(TWO + header("b.jpg", 0) + header("b.cls", 2**33))
@@ -289,7 +275,7 @@ def test_a_label_is_not_read_beyond_what_it_may_be(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_any_change_of_headers_ends_in_images_or_one_line(tmp_path: Path) -> None:
+def test_any_change_of_headers_ends_in_images_or_one_line(tmp_path):
     members = labelled(range(6)) | {f"{'long' * 40}.{kind}": b"0" for kind in ("png", "cls")}
     contents = []
     for layout in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):

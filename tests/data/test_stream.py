@@ -33,7 +33,7 @@ from vit.data.photos import TarMember
 from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles
 from vit.distributed.world import Stopped, World, stop_on_signals
-from vit.hardware import PROCESSES, usable_cores
+from vit.hardware import PROCESSES
 from vit.run.folder import check_run, prepare_run
 from worlds import in_world
 
@@ -70,10 +70,7 @@ def break_file(path: Path) -> bytes:
     return content
 
 
-# The same images, labels and batches.
-
-
-def test_images_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
+def test_images_are_the_same_in_memory_and_in_files(pictures):
     kept = load_training(folder(pictures, memory_gb=1), 0)
     for workers in (0, 2):
         streamed = load_training(folder(pictures, workers=workers), 0)
@@ -85,9 +82,6 @@ def test_images_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
             some = torch.tensor([4, 0, 4])
             assert torch.equal(one.select(some).pixels(), other.select(some).images)
             assert torch.equal(torch.cat(list(one.images.split(7))), other.images)
-
-
-# Runs.
 
 
 def streaming(out: Path, root: Path, **data: Any) -> Config:
@@ -118,8 +112,8 @@ def kept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
 
 @pytest.mark.parametrize("step", [0, 1, 3])  # 3 ends an epoch
 def test_a_signal_while_a_batch_is_awaited_stops_the_run_at_once_and_loses_nothing(
-    kept: State, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+    kept, pictures, tmp_path, monkeypatch, step
+):
     config = streaming(tmp_path / "run", pictures, workers=2)
     prepare_run(config, resume=False)
     with monkeypatch.context() as patch, stop_on_signals() as stop:
@@ -144,8 +138,8 @@ def test_a_signal_while_a_batch_is_awaited_stops_the_run_at_once_and_loses_nothi
 
 
 def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
-    kept: State, root: Path, tmp_path: Path
-) -> None:
+    kept, root, tmp_path
+):
     config = streaming(tmp_path / "run", root, workers=0)
     training, _ = load_training(config.data, config.train.seed)
     path = Path(training.images.paths[0])
@@ -161,12 +155,7 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
     assert_same_state(run(config), kept)
 
 
-# Memory.
-
-
-def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
-    pictures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(pictures, monkeypatch):
     images = open_images(folder(pictures), train=True)
     need = images.images.nbytes
     assert need == 48 * 3 * 32 * 32 == images.in_memory().images.nbytes
@@ -184,20 +173,19 @@ def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
         assert fit_into_memory([images], None, torch.device("cuda")) == fits
 
 
-# Workers.
-
-
 def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_alone(
-    pictures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pictures, monkeypatch
+):
     before = torch.get_rng_state()
     files = open_images(folder(pictures), train=True).images
     assert files.num_workers == 0  # so few are decoded in this process
     with monkeypatch.context() as patch:
         patch.setattr(stream, "FEW", 48)
-        assert files.num_workers == min(max(1, usable_cores() - 1), 16)
+        for cores, workers in ((1, 1), (4, 3), (40, 16)):
+            patch.setattr(stream, "usable_cores", lambda cores=cores: cores)
+            assert files.num_workers == workers
         # In a pool's worker, which may not start processes.
-        patch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+        patch.setitem(multiprocessing.current_process()._config, "daemon", True)
         assert files.num_workers == 0
     with monkeypatch.context() as patch:  # one of two processes, for which the other one waits
         started, worker = [], stream._worker
@@ -227,9 +215,7 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_files_are_read_only_as_far_as_they_are_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_only_as_far_as_they_are_alike(tmp_path, monkeypatch):
     start, names = bytes(2 * stream.FIRST_BYTES), "abcdef"
     contents = [b"short", b"x" + start, b"y" + start, start + b"1", start + b"2", start + b"1"]
     for name, content in zip(names, contents, strict=True):
@@ -256,7 +242,7 @@ def test_files_are_read_only_as_far_as_they_are_alike(
     assert asked == [5]
 
 
-def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> None:
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys):
     images = open_images(folder(pictures, workers=1), train=True)
     with pytest.raises(SystemExit) as info, user_errors():
         for _ in images.batches(torch.arange(48).view(24, 2)):
@@ -270,9 +256,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> N
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), MemoryError()])
-def test_a_worker_that_cannot_hand_over_its_images_ends_the_run(
-    pictures: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_hand_over_its_images_ends_the_run(pictures, error, monkeypatch):
     dumps, parent = ForkingPickler.dumps, os.getpid()
 
     def fail(*arguments: Any) -> Any:
@@ -290,9 +274,7 @@ def test_a_worker_that_cannot_hand_over_its_images_ends_the_run(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sets limits of Linux")
 @pytest.mark.parametrize("limited", ["sockets and files", "shared memory"])
-def test_workers_need_no_shared_memory_sockets_or_files(
-    pictures: Path, tmp_path: Path, limited: str
-) -> None:
+def test_workers_need_no_shared_memory_sockets_or_files(pictures, tmp_path, limited):
     far = tmp_path / ("long" * 20)  # the path of a Unix socket has at most 107 bytes
     far.mkdir()
     code = (
@@ -319,7 +301,7 @@ def test_workers_need_no_shared_memory_sockets_or_files(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_workers_end_with_their_process_however_it_ends(pictures: Path, end: str) -> None:
+def test_workers_end_with_their_process_however_it_ends(pictures, end):
     paths = tuple(map(str, pictures.rglob("*.*")))
     images = ImageFiles(paths, Preprocess.from_config(folder(pictures)), workers=3)
     fork = multiprocessing.get_context("fork")
@@ -344,13 +326,7 @@ def test_workers_end_with_their_process_however_it_ends(pictures: Path, end: str
             time.sleep(0.01)
 
 
-# Files that cannot be read.
-
-
-def test_unreadable_files_are_skipped_in_memory_and_when_streamed(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In memory and in files."""
+def test_unreadable_files_are_skipped_in_memory_and_when_streamed(root, capsys):
     for path in (*(root / "train").glob("dog/*4.png"), *(root / "train").glob("owl/*5.jpg")):
         break_file(path)
     kept = load_training(folder(root, on_bad_image="skip", memory_gb=1), 0)
@@ -378,7 +354,7 @@ def load_alike(world: World, *configs: Config) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_of_several_processes_reads_the_files_for_all(root: Path, tmp_path: Path) -> None:
+def test_the_first_of_several_processes_reads_the_files_for_all(root, tmp_path):
     break_file(root / "train/dog/04.png")
     kinds = ({}, {"memory_gb": 1}, {"memory_gb": 1, "val_size": 0})
     configs = (streaming(tmp_path, root, on_bad_image="skip", **kind) for kind in kinds)

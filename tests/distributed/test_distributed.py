@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -38,7 +37,7 @@ class Recorded(World):
         return self.said[-1]
 
 
-def test_other_processes_learn_whether_the_main_process_succeeded() -> None:
+def test_other_processes_learn_whether_the_main_process_succeeded():
     Recorded.said.clear()
     entered = []
     for number in (0, 1):
@@ -55,9 +54,7 @@ def test_other_processes_learn_whether_the_main_process_succeeded() -> None:
     assert len(Recorded.said) == 3
 
 
-def test_average_is_the_sum_over_processes_divided_by_their_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_average_is_the_sum_over_processes_divided_by_their_number(monkeypatch):
     others = torch.tensor([2.0, 4.0, 6.0])
     monkeypatch.setattr("torch.distributed.all_reduce", lambda total: total.add_(others))
     values = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])]
@@ -68,8 +65,8 @@ def test_average_is_the_sum_over_processes_divided_by_their_number(
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
-    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ends, tmp_path, monkeypatch
+):
     variables = {"WORLD_SIZE": "2", MEETING: f"file://{tmp_path}/met", "GLOO_SOCKET_IFNAME": "lo"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -95,9 +92,7 @@ def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
 
 
 @pytest.mark.parametrize("typed", [False, True])
-def test_a_process_that_ends_before_it_joins_is_not_waited_for(
-    typed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_before_it_joins_is_not_waited_for(typed, monkeypatch):
     """Killed because memory ran out, or by Ctrl-C, which ends all."""
 
     def work() -> None:
@@ -120,7 +115,7 @@ def test_a_process_that_ends_before_it_joins_is_not_waited_for(
     assert not typed or time.monotonic() - began < 30
 
 
-def test_an_error_about_a_folder_is_not_one_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_a_folder_is_not_one_of_the_network(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     met = iter([(torch.distributed.HashStore(), 0, 2)])
     monkeypatch.setattr("vit.distributed.world.rendezvous", lambda *_, **__: met)
@@ -133,9 +128,7 @@ def test_an_error_about_a_folder_is_not_one_of_the_network(monkeypatch: pytest.M
         raise ValueError("data.root: igloo/1.jpg cannot be read")
 
 
-def test_an_interface_that_is_down_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interface_that_is_down_is_named(tmp_path, monkeypatch):
     variables = {"WORLD_SIZE": "2", MEETING: f"file://{tmp_path}/met", "GLOO_SOCKET_IFNAME": "no0"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -156,9 +149,7 @@ def ended_child(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_during_a_step_is_deferred(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_during_a_step_is_deferred(number, capfd):
     before = [signal.getsignal(each) for each in SIGNALS]
     with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
         assert not stop.agreed(World())
@@ -174,7 +165,7 @@ def test_a_signal_during_a_step_is_deferred(
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -> None:
+def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step():
     class Reducing(World):
         def largest(self, values: torch.Tensor) -> torch.Tensor:
             if not request.signal:
@@ -187,7 +178,7 @@ def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -
         assert request.signal == signal.SIGTERM
 
 
-def test_processes_that_share_a_batch_wait_for_it_after_a_signal() -> None:
+def test_processes_that_share_a_batch_wait_for_it_after_a_signal():
     class Two(World):
         def largest(self, values: torch.Tensor) -> torch.Tensor:
             return values
@@ -202,7 +193,7 @@ def test_processes_that_share_a_batch_wait_for_it_after_a_signal() -> None:
         assert list(stop.until(slow(), Two(0, 2))) == [batch]
 
 
-def test_a_second_signal_is_ignored_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_is_ignored_under_torchrun(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -210,14 +201,14 @@ def test_a_second_signal_is_ignored_under_torchrun(monkeypatch: pytest.MonkeyPat
         assert stop.signal == signal.SIGINT
 
 
-def test_forked_workers_leave_signals_to_their_parent(capfd: pytest.CaptureFixture[str]) -> None:
+def test_forked_workers_leave_signals_to_their_parent(capfd):
     with stop_on_signals() as stop, stop.deferred():
         assert ended_child(lambda: os.kill(os.getpid(), signal.SIGINT)) == 0
         assert stop.signal == 0
     assert capfd.readouterr().err == ""
 
 
-def test_a_second_ctrl_c_raises_keyboard_interrupt() -> None:
+def test_a_second_ctrl_c_raises_keyboard_interrupt():
     """In a notebook, whose variables would be lost otherwise."""
     # A shell that starts the tests in the background has it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -229,9 +220,7 @@ def test_a_second_ctrl_c_raises_keyboard_interrupt() -> None:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_second_run_in_a_process_does_not_meet_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_in_a_process_does_not_meet_the_first(tmp_path, monkeypatch):
     """In torchrun's store, which outlives both."""
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), (MEETING, f"file://{tmp_path}/at")):
         monkeypatch.setenv(name, value)
@@ -251,9 +240,7 @@ def test_a_second_run_in_a_process_does_not_meet_the_first(
 
 
 @pytest.mark.parametrize("second", SIGNALS)
-def test_a_second_signal_ends_processes_that_wait_for_each_other(
-    second: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_ends_processes_that_wait_for_each_other(second, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def interrupted() -> None:

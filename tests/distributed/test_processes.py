@@ -48,23 +48,19 @@ def settings(**train: Any) -> Config:
         ({"processes": 2}, 64, {"processes": 3}, 2),
     ],
 )
-def test_a_process_for_each_core_that_has_enough_to_do(
-    train: dict[str, Any], cores: int, stored: dict[str, Any] | None, count: int
-) -> None:
+def test_a_process_for_each_core_that_has_enough_to_do(train, cores, stored, count):
     began = None if stored is None else settings(**stored)
     assert choose_processes(settings(**train), began, cores) == count
 
 
-def test_the_memory_limits_the_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_memory_limits_the_processes(monkeypatch, capsys):
     for free, count in ((2e9, 2), (1e8, 1)):  # three would not divide the batch
         monkeypatch.setattr("vit.training.start.free_memory", lambda free=free: int(free))
         assert choose_processes(settings(), None, 64) == count
         assert f"memory suffices for {count} of 4 processes" in capsys.readouterr().err
 
 
-def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
+def test_images_that_are_mixed_in_pairs_stay_in_one_process():
     odd = settings(batch_size=66)
     mixed = dataclasses.replace(odd, augment=AugmentConfig(mixup=0.1))
     never = dataclasses.replace(odd, augment=AugmentConfig(mixup=0.1, mix_share=0.0))
@@ -78,7 +74,7 @@ def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
         check_processes(config, processes)
 
 
-def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_has_one_process(monkeypatch):
     monkeypatch.setattr("vit.training.start.choose_device", lambda _: torch.device("cuda"))
     assert choose_processes(settings(), None, 2) == 1
     assert choose_processes(settings(), settings(processes=2), 2) == 1  # begun on a CPU
@@ -86,9 +82,7 @@ def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None
         choose_processes(settings(processes=2), None, 2)
 
 
-def test_a_restart_by_torchrun_overwrites_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_by_torchrun_overwrites_nothing(tmp_path, monkeypatch):
     config = small(tmp_path / "run")
     (prepare_run(config, resume=False) / "model.safetensors").touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -96,7 +90,7 @@ def test_a_restart_by_torchrun_overwrites_nothing(
         train(config, overwrite=True)
 
 
-def test_the_limit_of_openmp_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_openmp_counts(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert cores_to_use() == 1
     for no_limit in ("1000000", "", "0", "many"):
@@ -106,7 +100,7 @@ def test_the_limit_of_openmp_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert usable == cores_to_use()
 
 
-def test_processes_that_cannot_train_are_not_started(tmp_path: Path) -> None:
+def test_processes_that_cannot_train_are_not_started(tmp_path):
     with pytest.raises(ValueError, match=r"train\.processes: 2 is not allowed.*null or 1"):
         train(small(tmp_path / "run", train={"processes": 2}))  # Python starts none
     config = small(tmp_path / "run", train={"processes": 1000})
@@ -115,7 +109,7 @@ def test_processes_that_cannot_train_are_not_started(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_a_checkpoint_does_not_keep_its_number_of_processes(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_does_not_keep_its_number_of_processes(tmp_path):
     prepare_run(small(tmp_path / "run", train={"processes": 7}), resume=False)
     counts = [
         on_all_cores(small(tmp_path / name, train={"processes": None}), False).train.processes
@@ -132,7 +126,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_however_a_run_of_three_processes_is_ended_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_however_a_run_of_three_processes_is_ended_it_goes_on_bit_for_bit(tmp_path):
     run, alone = tmp_path / "run", tmp_path / "alone"
     counted, uncounted = (
         command(small(run, **{**SHARED, "train": {"batch_size": 48, **count}}), tmp_path / name)
@@ -175,12 +169,11 @@ def test_however_a_run_of_three_processes_is_ended_it_goes_on_bit_for_bit(tmp_pa
         assert done.stdout.count(once) == 1
     assert_same(run, alone)
     checkpoint = latest_checkpoint(run)
-    assert checkpoint is not None
     assert checkpoint.environment["processes"] == 3 and checkpoint.environment["threads"] == 1
 
 
 @pytest.mark.slow
-def test_a_run_killed_twice_ends_bit_for_bit_as_one_left_alone(tmp_path: Path) -> None:
+def test_a_run_killed_twice_ends_bit_for_bit_as_one_left_alone(tmp_path):
     """While it writes a checkpoint, and while it writes its report."""
     summary, killed, alone = soak.soak(tmp_path, 2, 1, random.Random(0))
     assert summary.startswith("2 kills: ")
@@ -189,7 +182,7 @@ def test_a_run_killed_twice_ends_bit_for_bit_as_one_left_alone(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
-def test_a_sharded_run_killed_under_torchrun_ends_as_one_left_alone(tmp_path: Path) -> None:
+def test_a_sharded_run_killed_under_torchrun_ends_as_one_left_alone(tmp_path):
     """One process is killed while both write a checkpoint, and torchrun starts them anew."""
     alone, killed = (
         soak.sharded(soak.small_config(tmp_path / name, 5)) for name in ("alone", "killed")

@@ -6,7 +6,6 @@ import shutil
 import tracemalloc
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def torch_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_model_comes_back_whole_from_its_file_alone(config: Config, tmp_path: Path) -> None:
+def test_model_comes_back_whole_from_its_file_alone(config, tmp_path):
     classifier = new_classifier(config)
     save_model(tmp_path / "model.safetensors", classifier, config, step=7)
     for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
@@ -69,7 +68,7 @@ def test_model_comes_back_whole_from_its_file_alone(config: Config, tmp_path: Pa
         assert torch.equal(saved.model(images), classifier.model(images))
 
 
-def test_average_of_a_checkpoint_is_preferred(config: Config, tmp_path: Path) -> None:
+def test_average_of_a_checkpoint_is_preferred(config, tmp_path):
     values = state(config)
     zeros = {k: torch.zeros_like(v) for k, v in values.model.items()}
     save_checkpoint(tmp_path, replace(values, ema=zeros))
@@ -78,7 +77,7 @@ def test_average_of_a_checkpoint_is_preferred(config: Config, tmp_path: Path) ->
     assert saved.preprocess == PREPROCESS
 
 
-def test_a_checkpoint_is_in_memory_once_besides_its_tensors(config: Config, tmp_path: Path) -> None:
+def test_a_checkpoint_is_in_memory_once_besides_its_tensors(config, tmp_path):
     large = replace(state(config), model={"weight": torch.zeros(10**6)})
     path = tmp_path / "checkpoints" / "step_00000001.pt"
     for work in (partial(save_checkpoint, tmp_path, large), partial(read_checkpoint, path)):
@@ -90,8 +89,8 @@ def test_a_checkpoint_is_in_memory_once_besides_its_tensors(config: Config, tmp_
 
 
 def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    config, tmp_path, capsys
+):
     assert latest_checkpoint(tmp_path) is None
     for step in (5, 10, 1000):
         save_checkpoint(tmp_path, state(config, step))
@@ -110,7 +109,7 @@ def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
     assert checkpoint_steps(tmp_path) == [10, 70] and own.exists()  # what others put there stays
 
 
-def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:
+def test_pickle_that_would_run_code_is_refused(config, tmp_path):
     proof = tmp_path / "proof"
     evil = torch_bytes({**vars(state(config)), "extra": Payload(proof)})
     for data in (evil, seal(io.BytesIO(evil))):
@@ -122,7 +121,7 @@ def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -
     assert proof.exists()  # it would have run
 
 
-def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path) -> None:
+def test_other_peoples_files_are_refused_by_name(config, tmp_path):
     timms = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24).state_dict()
     files = {
         "w.safetensors": (safetensors.torch.save({"w": torch.zeros(2)}), "contains only weights"),
@@ -141,7 +140,7 @@ def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path)
             load_model(tmp_path / name)
 
 
-def test_no_flipped_bit_and_no_cut_is_overlooked(config: Config, tmp_path: Path) -> None:
+def test_no_flipped_bit_and_no_cut_is_overlooked(config, tmp_path):
     save_model(tmp_path / "model.safetensors", new_classifier(config), config, step=1)
     save_checkpoint(tmp_path, state(config, 1))
     random = np.random.default_rng(0)
@@ -164,7 +163,7 @@ def test_no_flipped_bit_and_no_cut_is_overlooked(config: Config, tmp_path: Path)
                 load_model(damaged)
 
 
-def test_a_folder_whose_sums_do_not_match_is_damaged(tmp_path: Path) -> None:
+def test_a_folder_whose_sums_do_not_match_is_damaged(tmp_path):
     draft, folder = tmp_path / "draft", tmp_path / "step_00000003"
     draft.mkdir()
     (draft / "shard.safetensors").write_bytes(b"weights")

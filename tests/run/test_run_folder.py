@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from vit.run.folder import LOCK_FILE, check_run, lock_run, prepare_run
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 
 
-def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
+def test_lock_keeps_others_out_and_leaves_nothing(tmp_path):
     run = tmp_path / "a" / "b" / "run"
     with lock_run(run):
         refusal = re.escape(f"{run} is being written by another process; ")
@@ -30,7 +29,7 @@ def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # the folders were made for it
 
 
-def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+def test_lock_of_a_dead_process_is_taken_over(tmp_path):
     run = tmp_path / "run"
     child = os.fork()
     if not child:
@@ -82,10 +81,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str | None]]
 
 
 @pytest.mark.parametrize(("began", "goes_on", "where", "words"), CHANGES)
-def test_changes_need_permission_and_another_run_is_refused(
-    began: dict[str, Any], goes_on: dict[str, Any], where: dict[str, Any], words: str | None,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+def test_changes_need_permission_and_another_run_is_refused(began, goes_on, where, words, tmp_path):
     base = Config(out=str(tmp_path / "run"))
     begin(changed(base, **began))
     resume = partial(check_run, changed(base, **goes_on), False, HOW | where)
@@ -98,9 +94,7 @@ def test_changes_need_permission_and_another_run_is_refused(
                 resume(allow_changes)
 
 
-def test_a_run_that_was_being_replaced_can_be_started_again(
-    unfinished: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_being_replaced_can_be_started_again(unfinished, monkeypatch):
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -111,7 +105,7 @@ def test_a_run_that_was_being_replaced_can_be_started_again(
     assert check_run(unfinished, overwrite=False, environment=HOW) is None
 
 
-def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) -> None:
+def test_config_says_what_earlier_steps_were_trained_with(unfinished):
     slower = changed(unfinished, optim={"lr": 1e-4})
     prepare_run(slower, resume=True, step=7)
     run = prepare_run(slower, resume=True, step=8)  # nothing has changed
@@ -127,7 +121,7 @@ def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) ->
     assert not (run / "config.yaml").read_text().startswith("#")
 
 
-def test_finished_run_is_refused(unfinished: Config) -> None:
+def test_finished_run_is_refused(unfinished):
     (Path(unfinished.out) / "model.safetensors").touch()
     words = r"finished run; .*vit-eval.* --model\.pretrained .*--out.*--overwrite"
     with pytest.raises(ValueError, match=words):
@@ -135,7 +129,7 @@ def test_finished_run_is_refused(unfinished: Config) -> None:
     assert check_run(unfinished, overwrite=True, environment=HOW) is None
 
 
-def test_the_report_of_a_run_whose_weights_were_deleted_is_kept(tmp_path: Path) -> None:
+def test_the_report_of_a_run_whose_weights_were_deleted_is_kept(tmp_path):
     run = prepare_run(Config(out=str(tmp_path / "run")), resume=False)
     (run / "eval").mkdir()
     (run / "eval" / "report.json").touch()
@@ -143,9 +137,7 @@ def test_the_report_of_a_run_whose_weights_were_deleted_is_kept(tmp_path: Path) 
         check_run(Config(out=str(run)), overwrite=False, environment=HOW)
 
 
-def test_a_folder_in_which_nothing_can_be_locked_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_which_nothing_can_be_locked_is_one_line(tmp_path, monkeypatch):
     def refuse(_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -154,19 +146,10 @@ def test_a_folder_in_which_nothing_can_be_locked_is_one_line(
         lock_run(tmp_path / "run").__enter__()
 
 
-def test_a_copy_of_a_checkpoint_is_kept(unfinished: Config) -> None:
-    run, copy = Path(unfinished.out), Path(unfinished.out) / "checkpoints/step_00000007_best.pt"
-    shutil.copy(next(run.glob("checkpoints/*.pt")), copy)
-    prepare_run(unfinished, resume=False)
-    assert [*run.glob("checkpoints/*")] == [copy]
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("text", ["lr: 1", "out: x\ndata: {}\nmodel: {}\noptim: {}\ntrain: {}"])
-def test_a_folder_of_another_program_is_refused_and_left_alone(
-    tmp_path: Path, text: str, overwrite: bool
-) -> None:
+def test_a_folder_of_another_program_is_refused_and_left_alone(tmp_path, overwrite):
     (tmp_path / "thesis.tex").write_text("precious")
+    text = "out: x\ndata: {}\nmodel: {}\noptim: {}\ntrain: {}"
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match="contains files other than a run"):
         train(small(tmp_path), overwrite=overwrite)

@@ -4,7 +4,6 @@ import dataclasses
 import resource
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def train_and_write(world: World, loop: Loop, weights: Path) -> None:
 def trace_blocks() -> None:
     """Let torch trace blocks without handing them to a compiler, which takes minutes."""
     compile = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda block, **_: compile(block, dynamic=False, backend="eager")  # type: ignore[method-assign, assignment]
+    torch.nn.Module.compile = lambda block, **_: compile(block, dynamic=False, backend="eager")
 
 
 def train_all(world: World, folder: Path) -> None:
@@ -141,7 +140,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not limit the size of files")
-def test_processes_train_as_one_does(expected: dict[str, Tensor], tmp_path: Path) -> None:
+def test_processes_train_as_one_does(expected, tmp_path):
     """Even if a process cannot write for a while."""
     assert len(expected["losses"]) == 12
     in_world(2, tmp_path, train_all, tmp_path)
@@ -149,7 +148,6 @@ def test_processes_train_as_one_does(expected: dict[str, Tensor], tmp_path: Path
         assert_near(read(tmp_path / f"{kind}.pt"), expected)
         assert checkpoint_steps(tmp_path / kind) == ([12] if kind == "parts" else [6, 12])
         checkpoint = latest_checkpoint(tmp_path / kind)
-        assert checkpoint is not None
         assert checkpoint.environment["compiled"] == (kind == "compiled")
         model = load_model(tmp_path / kind)  # which knows nothing of processes
         for key, tensor in model.model.state_dict().items():
@@ -160,7 +158,7 @@ def test_processes_train_as_one_does(expected: dict[str, Tensor], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_processes_train_a_model_with_parameters_that_get_no_gradient(tmp_path: Path) -> None:
+def test_processes_train_a_model_with_parameters_that_get_no_gradient(tmp_path):
     (tmp_path / "unused.py").write_text(UNIFORM)
     for size in (1, 2):
         in_world(size, tmp_path, train_uniform, tmp_path)
@@ -178,7 +176,7 @@ def gradient(step: TrainingStep, images: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([result, *gradients])
 
 
-def test_gradients_of_processes_add_up_to_that_of_one(tmp_path: Path) -> None:
+def test_gradients_of_processes_add_up_to_that_of_one(tmp_path):
     step = make_step(small(tmp_path, SHORT))
     ((images, labels),) = load("shapes", "", train=True, count=64).batches(torch.arange(64)[None])
     whole = gradient(step, images, labels)
@@ -197,7 +195,7 @@ def test_gradients_of_processes_add_up_to_that_of_one(tmp_path: Path) -> None:
 def train_to(world: World, config: Config, steps: int) -> None:
     """Train some steps and save, as a signal makes a run do."""
     loop = loop_of(config, world, stop=StopAt(steps))
-    loop.stop.state = loop.step.state  # type: ignore[attr-defined]
+    loop.stop.state = loop.step.state
     with pytest.raises(Stopped):
         loop.run()
 
@@ -212,9 +210,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_goes_on(
-    expected: dict[str, Tensor], saved: Path, tmp_path: Path
-) -> None:
+def test_another_number_of_processes_goes_on(expected, saved, tmp_path):
     config = small(tmp_path / "run", SHORT, train={"parallel": "shard"})
     shutil.copytree(saved, config.out)
     assert checkpoint_steps(tmp_path / "run") == [6, 8]
@@ -226,9 +222,7 @@ def test_another_number_of_processes_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_parts_are_read_without_what_the_run_did_not_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_read_without_what_the_run_did_not_have(tmp_path, monkeypatch):
     """Parameters without gradients have no state; a moving average may begin later."""
     monkeypatch.setitem(ATTENTION, "unused.py:Uniform", None)  # removed at the end
     (tmp_path / "unused.py").write_text(UNIFORM)
@@ -265,12 +259,12 @@ def flip(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "damage"), [(0, flip), (1, flip), (2, Path.unlink), (-1, flip)])
 def test_a_damaged_checkpoint_is_passed_over(
-    saved: Path,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    number: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    saved,
+    tmp_path,
+    damage,
+    number,
+    capsys,
+):
     shutil.copytree(saved, tmp_path / "run")
     older, newer = checkpoint_paths(tmp_path / "run")
     files = sorted(newer.iterdir())
@@ -288,7 +282,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         latest_checkpoint(tmp_path / "run")
 
 
-def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch):
     class Module:
         @staticmethod
         def mem_get_info() -> tuple[int, int]:
@@ -305,5 +299,5 @@ def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch)
         assert needs_shards(choice, World(0, size), device, weights) == expected
 
 
-def test_a_hybrid_run_of_an_earlier_version_loads() -> None:
+def test_a_hybrid_run_of_an_earlier_version_loads():
     assert parse(StoredConfig, {"train": {"parallel": "hybrid"}}, "old").train.parallel == "shard"

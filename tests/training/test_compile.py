@@ -28,26 +28,20 @@ def broken(graph: torch.fx.GraphModule, _: Any) -> Any:
     raise RuntimeError("file too short")
 
 
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit.training.build.shutil.which", lambda name: None)
-
-
 def choose(choice: Any = "auto", began: bool | None = None, steps: int = MANY_STEPS) -> bool:
     return choose_compilation(choice, began, CPU, steps)
 
 
 @CAN_COMPILE
-def test_auto_compiles_a_run_that_gains_from_it_and_a_run_goes_on_as_it_began() -> None:
+def test_auto_compiles_a_run_that_gains_from_it_and_a_run_goes_on_as_it_began():
     assert choose() and not choose(steps=100)
     assert choose(True, steps=100) and not choose(False)
     assert choose(began=True, steps=100) and not choose(began=False)
     assert choose(True, began=False) and not choose(False, began=True)
 
 
-def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
-    no_compiler: None, tmp_path: Path
-) -> None:
+def test_without_a_compiler_a_run_that_asks_for_it_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("vit.training.build.shutil.which", lambda name: None)
     with pytest.raises(ValueError, match=r"^train\.compile: .*--train\.compile false$"):
         train(small(tmp_path / "run", train={"compile": True}))
     assert not list((tmp_path / "run").glob("*.yaml"))
@@ -56,7 +50,7 @@ def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
     assert not choose()
 
 
-def test_a_gpu_needs_triton_and_a_compiler_of_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_needs_triton_and_a_compiler_of_c(monkeypatch):
     cuda, mps = torch.device("cuda"), torch.device("mps")
     monkeypatch.setattr("vit.training.build.sys.platform", "linux")
     monkeypatch.setattr("vit.training.build.shutil.which", lambda name: None)
@@ -67,9 +61,7 @@ def test_a_gpu_needs_triton_and_a_compiler_of_c(monkeypatch: pytest.MonkeyPatch)
 
 
 @torch._dynamo.config.patch(suppress_errors=False)  # put back at the end
-def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(monkeypatch, tmp_path):
     def compiled(forward: torch.nn.Module, by_block: bool) -> Any:
         torch._dynamo.reset()
         return torch.compile(forward, backend=broken)
@@ -100,8 +92,8 @@ def tiny(out: Path, **train: Any) -> Config:
 
 
 def test_a_run_compiles_once_even_if_its_time_budget_changes_its_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(build, "missing_tool", lambda _: None)
     monkeypatch.setattr(build, "compiled", lambda forward, by_block: forward)
     for name in ("WARMUP_STEPS", "TIMED_STEPS"):
@@ -118,8 +110,8 @@ def test_a_run_compiles_once_even_if_its_time_budget_changes_its_settings(
 @pytest.mark.slow
 @CAN_COMPILE
 def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     """Dropout draws the same numbers. The second part is compiled because the first one was.
 
     What evaluates is not compiled.
@@ -168,7 +160,7 @@ class Other(torch.Tensor):
 
 
 @CAN_COMPILE
-def test_a_model_is_not_compiled_again_after_another_kind_of_tensor() -> None:
+def test_a_model_is_not_compiled_again_after_another_kind_of_tensor():
     """Logging attention has one. The second graph was a quarter slower, for the whole run."""
     torch._dynamo.reset()
     model = VisionTransformer(
@@ -183,7 +175,7 @@ def test_a_model_is_not_compiled_again_after_another_kind_of_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
-def test_blocks_share_a_graph_for_each_size_and_evaluation_adds_none() -> None:
+def test_blocks_share_a_graph_for_each_size_and_evaluation_adds_none():
     """Otherwise torch gives up compiling after eight of them, and training is slow in silence."""
     graphs = []
 

@@ -1,8 +1,5 @@
 """FLOP of a step, against a count by hand."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from small_runs import make_step, small
@@ -20,7 +17,7 @@ def by_hand(side: int, products: int = 3) -> float:
 @pytest.mark.parametrize(
     ("train", "products"), [({}, 3), ({"freeze": "backbone", "small_share": 0.5}, 1)]
 )
-def test_flop_of_a_step_by_image_size(train: dict[str, Any], products: int, tmp_path: Path) -> None:
+def test_flop_of_a_step_by_image_size(train, products, tmp_path):
     """Those of the forward pass count three times, and once if only the head is trained."""
     config = small(
         tmp_path,

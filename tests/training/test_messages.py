@@ -25,7 +25,7 @@ def start_of(count: int, held: int, budget: float | None = None, **changes: dict
     return start_text(Config(**values), build_step(run, training)[1], training, held_out)
 
 
-def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
+def test_start_of_a_run_on_few_images_says_what_limits_it():
     text = start_of(100, 50, data={"balance": "loss"})
     assert "50 held out (" in text
     assert "classes are balanced by data.balance=loss" in text
@@ -47,7 +47,7 @@ def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
 SPENT = {"training": {"seconds": 62.0, "pflop": 0.0123, "of_products": 0.25}}
 
 
-def test_the_last_lines_have_balanced_accuracy_if_classes_differ_in_size() -> None:
+def test_the_last_lines_have_balanced_accuracy_if_classes_differ_in_size():
     logits = torch.eye(2)[torch.tensor([0, 0, 0, 1])]
     for labels, expected in (([0, 0, 0, 1], True), ([0, 1, 0, 1], False)):
         result = report(logits, torch.tensor(labels), ("a", "b"))
@@ -62,7 +62,7 @@ def test_the_last_lines_have_balanced_accuracy_if_classes_differ_in_size() -> No
     assert "\ntime     1:02 of training\n" in text
 
 
-def test_suggested_commands_can_be_copied_into_a_shell(tmp_path: Path) -> None:
+def test_suggested_commands_can_be_copied_into_a_shell(tmp_path):
     result = report(torch.eye(2), torch.tensor([0, 1]), ("a", "b"))
     run, variant = tmp_path / "two words; $HOME & 'more'", "my file.py:Mine"
     text = end_text(run, result | SPENT, has_maps=True, variant=variant)

@@ -17,7 +17,7 @@ def make(total_steps: int = 20, **changes: Any) -> Schedule:
     return Schedule(Length(total_steps), **settings | changes)
 
 
-def test_every_combination_of_size_and_mixing_is_a_phase() -> None:
+def test_every_combination_of_size_and_mixing_is_a_phase():
     schedule = make(100, small_fraction=0.6, mix_fraction=0.8)
     phases = schedule.phases()
     assert [phase.start for phase in phases] == [0, 60, 80]
@@ -30,7 +30,7 @@ def test_every_combination_of_size_and_mixing_is_a_phase() -> None:
     assert [schedule.mixes(phase.start) for phase in phases] == [True, True, False]
 
 
-def test_learning_rates_by_hand() -> None:
+def test_learning_rates_by_hand():
     """They rise over the warmup and fall to zero after the last step."""
     linear = [1 / 4, 2 / 4, 3 / 4, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]
     half = math.sqrt(0.5)
@@ -41,7 +41,7 @@ def test_learning_rates_by_hand() -> None:
         assert found == pytest.approx(rates, abs=1e-12)
 
 
-def test_small_size_is_in_whole_patches() -> None:
+def test_small_size_is_in_whole_patches():
     sizes = {(4, 0.75): 24, (4, 0.5): 16, (4, 0.01): 4, (4, 1): 32, (8, 0.75): 24, (16, 0.75): 32}
     for (patch, scale), size in sizes.items():
         assert scaled_size((32, 32), scale, patch) == (size, size)
