@@ -262,14 +262,14 @@ def ready(page: Page) -> Frame:
     return frame
 
 
-def numbers(frame: Frame, pane: int = 0) -> dict[str, Any]:
+def numbers(frame: Frame | Page, pane: int = 0) -> dict[str, Any]:
     return frame.evaluate("pane => window.attentionTab.numbers()[pane]", pane)
 
 
-def wait_until(frame: Frame, key: str, value: Any, pane: int = 0) -> dict[str, Any]:
+def wait_until(frame: Frame | Page, key: str, value: Any, pane: int = 0) -> dict[str, Any]:
     """Wait until what is painted has a value."""
     frame.wait_for_function(
-        "([pane, key, value]) => window.attentionTab.numbers()[pane]?.[key] === value",
+        "([pane, key, value]) => window.attentionTab?.numbers()[pane]?.[key] === value",
         arg=[pane, key, value],
         timeout=WAIT,
     )

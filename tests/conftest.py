@@ -57,6 +57,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Draw the same numbers in each test, whichever ran before in this process."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count TensorBoard's event files from 0 in each test, as in a process of its own.
 

@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmarks.scale.soak import differences, left_behind
+from benchmarks.scale.soak import SMALL, differences, left_behind
 from vit.commands.train import build_loop, load_data
 from vit.config import Config, to_dict
 from vit.data.config import DataConfig
@@ -40,22 +40,6 @@ from vit.training.step import TrainingStep
 CPU = torch.device("cpu")
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# Everything that draws random numbers or keeps state is on: what a resumed run could get wrong.
-SMALL: dict[str, Any] = {
-    "data": {"name": "shapes", "val_size": 60, "train_size": 320},
-    "model": {
-        "stem": "conv", "embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0,
-        "mlp_conv": True, "zero_init": True, "reg_tokens": 1, "global_pool": "avg",
-        "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.2,
-    },
-    "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
-    "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
-    "train": {
-        "epochs": 6, "batch_size": 64, "accumulate": 2, "device": "cpu", "precision": "float32"
-    },
-    "track": {"every": 2, "probes": 3, "live_mb": 0},  # exporting takes seconds
-}  # fmt: skip
 
 STEPS = 6 * (320 // 64)
 

@@ -51,6 +51,21 @@ from vit.run.sharded import read_whole
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SPAWN = multiprocessing.get_context("forkserver")
+# Everything that draws random numbers or keeps state is on: what a resumed run could get wrong.
+SMALL: dict[str, Any] = {
+    "data": {"name": "shapes", "val_size": 60, "train_size": 320},
+    "model": {
+        "stem": "conv", "embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0,
+        "mlp_conv": True, "zero_init": True, "reg_tokens": 1, "global_pool": "avg",
+        "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.2,
+    },
+    "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
+    "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
+    "train": {
+        "epochs": 6, "batch_size": 64, "accumulate": 2, "device": "cpu", "precision": "float32"
+    },
+    "track": {"every": 2, "probes": 3, "live_mb": 0},  # exporting takes seconds
+}  # fmt: skip
 EPOCH = 5  # steps per epoch
 LONGEST_LIFE = 2.5  # maximum seconds before a process is killed
 LONGEST_LIFE_OF_TORCHRUN = 12.0  # half of them for imports
@@ -65,23 +80,9 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 def small_config(out: Path, epochs: int) -> Config:
     """Return a run of short epochs with every feature that a resumed run could get wrong."""
-    settings: dict[str, Any] = {
-        "out": str(out),
-        "data": {"name": "shapes", "val_size": 20, "train_size": 40 * EPOCH},
-        "model": {
-            "embed_dim": 24, "depth": 2, "num_heads": 2, "reg_tokens": 1, "class_token": True,
-            "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1,
-            "drop_path_rate": 0.2,
-        },
-        "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
-        "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
-        "train": {
-            "epochs": epochs, "batch_size": 40, "accumulate": 2, "device": "cpu",
-            "precision": "float32",
-        },
-        "track": {"every": 2, "probes": 2, "live_mb": 0},  # exporting takes seconds
-    }  # fmt: skip
-    return Config(**settings)
+    data = {**SMALL["data"], "val_size": 20, "train_size": 40 * EPOCH}
+    train = {**SMALL["train"], "epochs": epochs, "batch_size": 40}
+    return Config(**{**SMALL, "out": str(out), "data": data, "train": train})
 
 
 def work(config: Config, log: Path) -> None:

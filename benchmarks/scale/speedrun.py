@@ -137,6 +137,9 @@ def verify(given: argparse.Namespace) -> None:
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(yaml.safe_dump(record["config"]))
     flags = [] if record["config"] is None else ["--config", str(config)]
+    if record["class"] == "taught":  # by a teacher for each seed; the config names that of one
+        at = record["flags"].index("--optim.teacher")
+        flags += record["flags"][at : at + 2]
     for seed in given.seeds:
         out = given.runs / f"{given.name}_verify_{seed}"
         again = train(flags, record["class"], record["minutes"], seed, out, given.root)

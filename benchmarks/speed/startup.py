@@ -11,10 +11,11 @@ Runs whole commands in separate processes, on CIFAR-10, which must be unpacked u
 5. A run of configs/quick.yaml with a single training step: from the start of the command to the
    line that reports the step.
 6. The report of cifar10_quick on the 10,000 test images.
-7. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
+7. The peak resident memory of the largest process in one epoch of configs/quick.yaml, including
+   evaluation and figures.
 
-Each is given as wall time and as CPU time, which hardly depends on what else the machine does. On
-two idle cores, expect the first step within 9 seconds.
+Each is given as wall time and as CPU time of the first process, which hardly depends on what else
+the machine does. On two idle cores, expect the first step within 9 seconds.
 """
 
 import argparse

@@ -236,11 +236,15 @@ def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 
         print(f"  {row.key[:44]:<46}{getattr(row, cost) / total:6.1%}{row.count:8,} calls")
 
 
+def draw_images(count: int) -> ImageSet:
+    """Return images of random pixels."""
+    pixels = torch.randint(256, (count, 3, SIZE, SIZE), dtype=torch.uint8)
+    return ImageSet(pixels, torch.arange(count) % 10, tuple("0123456789"))
+
+
 def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep, ImageSet]:
     """Build the training step of a config, and images of random pixels for it."""
-    pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
-    labels = torch.arange(10_000) % 10
-    images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
+    images = draw_images(10_000).to(device)
     precision = choose_precision(config.train.precision, device)
     run = Run(config, Preprocess.from_config(config.data), device, precision)
     return build_step(run, images)[1], images

@@ -20,12 +20,12 @@ from attention_tab import (
     HOSTILE,
     STEPS,
     TAG,
-    WAIT,
     ask_torch,
     attention,
     event_file,
     link,
     make_record,
+    wait_until,
     weights_of,
     write_run,
 )
@@ -152,16 +152,6 @@ def page(page: Page) -> Page:
     return page
 
 
-def painted(page: Page, key: str, value: Any) -> dict[str, Any]:
-    """Wait until a value is painted; return all that is painted."""
-    page.wait_for_function(
-        "([key, value]) => window.attentionTab?.numbers()[0]?.[key] === value",
-        arg=[key, value],
-        timeout=WAIT,
-    )
-    return page.evaluate("window.attentionTab.numbers()[0]")
-
-
 @pytest.mark.slow
 def test_file_shows_the_records_and_asks_for_nothing(page, run):
     address = export(run).as_uri()
@@ -169,13 +159,13 @@ def test_file_shows_the_records_and_asks_for_nothing(page, run):
     page.on("request", lambda request: requested.append(request.url))
     page.goto(f"{address}#{link({'run': NAME, 'image': TAG, 'token': '1, 2'})}")
     token = 3 + 1 * 7 + 2
-    shown = painted(page, "step", 100)
+    shown = wait_until(page, "step", 100)
     assert (shown["run"], shown["file"], shown["classes"]) == (NAME, CLASSES[2], CLASSES)
     np.testing.assert_allclose(
         shown["heads"], attention(weights_of(run, TAG, 100), token, "to"), rtol=1e-5
     )
     page.keyboard.press("[")
-    shown = painted(page, "step", 79)
+    shown = wait_until(page, "step", 79)
     np.testing.assert_allclose(
         shown["heads"], attention(weights_of(run, TAG, 79), token, "to"), rtol=1e-5
     )
@@ -185,13 +175,13 @@ def test_file_shows_the_records_and_asks_for_nothing(page, run):
         "() => location.hash.includes('view=lens') && location.hash.includes('step=79')"
     )
     page.reload()
-    assert painted(page, "view", "lens")["step"] == 79
+    assert wait_until(page, "view", "lens")["step"] == 79
     # A damaged record, and the run of `maps`.
     page.evaluate("window.attentionTab.set({view: 'heads', image: 'attention/damaged'})")
     expect(page.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
     page.evaluate("window.attentionTab.set({image: 'attention/probe_00'})")
     page.get_by_label("Run").select_option(f"{NAME}/eval/attention")
-    assert painted(page, "run", f"{NAME}/eval/attention")["step"] == 100
+    assert wait_until(page, "run", f"{NAME}/eval/attention")["step"] == 100
     assert page.title() == NAME
     assert page.locator("img[src=x]").count() == 0
     assert {url.partition(":")[0] for url in requested} <= {"file", "blob", "data"}
@@ -202,7 +192,7 @@ def test_file_shows_the_records_and_asks_for_nothing(page, run):
 def test_file_follows_the_system_and_connects_to_nothing(browser, run):
     page = browser.new_page(offline=True)
     page.goto(f"{export(run).as_uri()}#{link({'step': 100, 'image': 'attention/damaged'})}")
-    painted(page, "step", 0)  # the only one
+    wait_until(page, "step", 0)  # the only one
     for scheme, colour in (("dark", "rgb(48, 48, 48)"), ("light", "rgb(255, 255, 255)")):
         page.emulate_media(color_scheme=scheme)
         page.wait_for_function(
@@ -233,7 +223,7 @@ def test_file_follows_the_system_and_connects_to_nothing(browser, run):
 @pytest.mark.slow
 def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     page.goto((shapes_run / "export/live.html").as_uri())
-    painted(page, "step", 1)
+    wait_until(page, "step", 1)
     classifier, rng = load(shapes_run, "cpu", "float32"), np.random.default_rng(0)
     heads = list(np.ndindex(*gates_of(classifier.model).shape))
     questions = [

@@ -14,7 +14,6 @@ from vit.tensorboard_plugin.encoding import FRAMES_TAG, decode_weights
 
 def tokens_of(layers: int = 2, batch: int = 6, patches: int = 20, width: int = 40) -> torch.Tensor:
     """Patch tokens whose directions differ in variance, (L, B, P, D)."""
-    torch.manual_seed(0)
     lengths = 0.9 ** torch.arange(width)
     mixed = torch.linalg.qr(torch.randn(layers, width, width)).Q
     return (torch.randn(layers, batch, patches, width) * lengths) @ mixed[:, None] + 0.5

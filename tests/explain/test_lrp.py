@@ -72,7 +72,6 @@ def test_a_group_norm_is_linear_once_its_deviations_are_fixed():
 
 
 def test_a_convolutional_stem_passes_relevance_on_as_that_of_zennit():
-    torch.manual_seed(0)
     parts: list[nn.Module] = []
     for channels, dim, stride in ((3, 8, 1), (8, 16, 2), (16, 16, 2)):
         norm = nn.BatchNorm2d(dim)

@@ -110,7 +110,6 @@ def paper_map(variant: str, weights, gradients, readout: str, prefix: int) -> np
     ("readout", "prefix"), [("mean", 0), ("mean", 5), ("class_token", 1), ("class_token", 5)]
 )
 def test_maps_are_the_papers_formulas(readout, prefix):
-    torch.manual_seed(0)
     weights = torch.randn(4, 3, 4, prefix + 9, prefix + 9).mul(2).softmax(dim=-1)
     weights = weights.mul(16).round() / 16  # equal weights, and rows of zeros
     gradients, how = torch.randn_like(weights), {"readout": readout, "num_prefix_tokens": prefix}
@@ -238,7 +237,6 @@ def test_a_kind_alone_is_the_same_and_near_in_bfloat16_and_leaves_the_model_as_i
 
 
 def draw_weights(layers: int, batch: int, heads: int, tokens: int) -> list[Tensor]:
-    torch.manual_seed(0)
     return list((2 * torch.randn(layers, batch, heads, tokens, tokens)).softmax(dim=-1))
 
 
@@ -294,7 +292,6 @@ def test_attention_by_offset_is_that_of_a_loop(grid, prefix):
 @pytest.mark.parametrize("scale", [0, 1e-44, 1e-20, 1.005 / 64, 1, 70, 3e38])
 def test_any_finite_weights_have_statistics_that_are_recorded(scale):
     """As fractions of their rows, whatever the rows of an edited attention sum to."""
-    torch.manual_seed(0)
     drawn = torch.stack([torch.ones(64, 64), torch.rand(64, 64), 2 * torch.rand(64, 64) - 1])
     layers = [scale * drawn[None], scale * drawn[None].mT]
     found = {

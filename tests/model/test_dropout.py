@@ -1,11 +1,9 @@
 """Dropout by keys: the same for parts of a batch, and as random as torch's."""
 
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from models import draw, randomize
@@ -19,33 +17,6 @@ from vit.model.dropout import (
     scramble,
 )
 from vit.model.vit import VisionTransformer
-
-RATES = ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
-
-
-def build(**settings: Any) -> VisionTransformer:
-    """A tiny model in training, without batch norm, whose weights are so large that all matters."""
-    sizes: dict[str, Any] = {
-        "img_size": 16, "in_chans": 3, "num_classes": 4, "patch_size": 8, "stem": "linear",
-        "embed_dim": 12, "depth": 2, "num_heads": 2, "zero_init": False, "reg_tokens": 1,
-    }  # fmt: skip
-    return randomize(VisionTransformer(**(sizes | settings)).double(), 0.3).train()
-
-
-def draw_images(count: int) -> Tensor:
-    return draw(count, 3, 16, 16, seed=1)
-
-
-def run(model: torch.nn.Module, images: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits, and the gradient of the first weights."""
-    with keyed_dropout(model, keys):
-        logits = model(images)
-        logits.square().sum().backward()
-    (weight,) = [p for n, p in model.named_parameters() if n.endswith("patch_embed.proj.weight")]
-    gradient, weight.grad = weight.grad, None
-    assert gradient is not None
-    return logits, gradient
-
 
 # The hash.
 
@@ -150,8 +121,17 @@ def test_without_keys_it_is_torchs_dropout(kind: type[Dropout]) -> None:
 
 
 def test_recomputed_activations_are_dropped_alike() -> None:
-    model, images, keys = build(**dict.fromkeys(RATES, 0.3)), draw_images(6), image_keys(0, 0, 6)
-    logits, gradient = run(model, images, keys)
-    model.set_grad_checkpointing()
-    again, recomputed = run(model, images, keys)
-    assert torch.equal(again, logits) and torch.equal(recomputed, gradient)
+    rates = ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
+    model = VisionTransformer(
+        img_size=16, in_chans=3, num_classes=4, patch_size=8, embed_dim=12, depth=2, num_heads=2,
+        reg_tokens=1, **dict.fromkeys(rates, 0.3),
+    )  # fmt: skip
+    randomize(model.double(), 0.3).train()  # such large weights that all matters
+    found = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        with keyed_dropout(model, image_keys(0, 0, 6)):
+            logits = model(draw(6, 3, 16, 16, seed=1))
+            loss, weight = logits.square().sum(), model.patch_embed.proj.weight
+            found.append([logits, *torch.autograd.grad(loss, [weight])])
+    assert all(map(torch.equal, *found))

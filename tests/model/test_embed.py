@@ -7,17 +7,11 @@ from timm.layers import build_sincos2d_pos_embed
 from torch import nn
 from torch.testing import assert_close
 
-from models import randomize
+from models import draw, randomize
 from small_runs import load
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.model.embed import PatchEmbed, conv_stem, sincos_pos_embed, whiten
-
-
-def draw_images(batch=2, channels=3, size=16):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, channels, size, size, generator=generator)
-
 
 # --- convolutional stem ---
 
@@ -37,7 +31,7 @@ def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(
     stem = randomize(conv_stem(patch_size, 3, embed_dim, stem_width), 0.2).train()
     convs = [module for module in stem.modules() if isinstance(module, nn.Conv2d)]
     norms = [module for module in stem.modules() if isinstance(module, nn.BatchNorm2d)]
-    images = draw_images()
+    images = draw(2, 3, 16, 16, dtype=torch.float32)
 
     expected = images
     for step, (conv, norm) in enumerate(zip(convs, norms, strict=True)):
@@ -58,7 +52,6 @@ def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(
 def test_whitened_stem_sees_uncorrelated_components_of_both_signs(stem, size, kernels, monkeypatch):
     images = load("shapes", ".", train=True, count=50).images
     images = Preprocess.from_config(DataConfig(name="shapes")).normalize(images)
-    torch.manual_seed(0)
     embed = PatchEmbed(32, 4, 3, size, stem)
     first = embed.proj if stem == "linear" else embed.proj[0]
     before = first.weight.detach().clone()

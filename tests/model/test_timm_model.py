@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from models import PLAIN, randomize
-from small_runs import changed, metrics
+from small_runs import assert_same_state, changed, metrics, run_loop
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.commands.config import MapsConfig, PhotoConfig, ReportConfig
@@ -22,6 +22,7 @@ from vit.commands.train import train
 from vit.config import Config, OptimConfig, to_dict
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
+from vit.distributed.world import Stopped
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
@@ -171,6 +172,17 @@ def test_a_model_without_maps_is_evaluated_all_the_same(
     shown = capsys.readouterr().out
     assert shown.count("%") == 5 and f"no sheets: {NO_MAPS}" in shown
     assert not [*out.rglob("*.png")]
+
+
+def test_a_run_with_torchs_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
+    arguments = {**TINY, "proj_drop_rate": 0.2, "drop_path_rate": 0.2}
+    parts = {"model": {"name": VIT["model"]["name"], "timm_args": arguments}}
+    alone = run_loop(config(tmp_path / "alone", parts)).step.state.state_dict()
+    stopped = config(tmp_path / "stopped", parts)
+    with pytest.raises(Stopped):
+        run_loop(stopped, stop_at=1)
+    torch.manual_seed(9)
+    assert_same_state(run_loop(stopped).step.state.state_dict(), alone)
 
 
 def test_a_model_whose_patches_are_not_square_is_trained_and_logged(tmp_path: Path) -> None:

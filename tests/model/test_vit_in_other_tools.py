@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
-from torch.nn.utils import parametrizations, prune
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -145,33 +143,11 @@ def exported(model: VisionTransformer) -> nn.Module:
     return torch.export.export(model, (images_for(model),), dynamic_shapes=free).module()
 
 
-def normed(model: VisionTransformer) -> nn.Module:
-    parametrizations.weight_norm(model.blocks[0].mlp.fc1)
-    return model
-
-
-def pruned(model: VisionTransformer) -> nn.Module:
-    prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", amount=1)  # a single weight
-    assert (model.blocks[0].mlp.fc1.weight == 0).sum() == 1
-    return model
-
-
-def restored(model: VisionTransformer) -> nn.Module:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector, model.parameters())
-    model.load_state_dict(safetensors.torch.load(safetensors.torch.save(model.state_dict())))
-    return model
-
-
 SAME: dict[str, Callable[[VisionTransformer], nn.Module]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "deepcopy": copy.deepcopy,
     "jit.trace": lambda model: torch.jit.trace(model, images_for(model)),
     "export": exported,
     "compile": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
-    "weight norm": normed,
-    "pruning": pruned,
-    "vector and safetensors": restored,
     "bfloat16": lambda model: model.bfloat16(),
     "half": lambda model: model.half(),
     "quantization": lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),

@@ -141,12 +141,9 @@ def test_biases_of_another_grid_are_cut_or_repeat_the_border(size):
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eva02_tiny_patch14_224", {}, "EvaAttention, GluMlp, SiLU"),
-    ("vit_relpos_small_patch16_rpn_224", {}, "ResPostRelPosBlock"),
     ("vit_small_patch16_rope_mixed_224", {}, "RotaryEmbeddingMixed"),
-    ("vit_small_patch16_rope_224", {"rope_temperature": 10.0}, r"rope\.temperature=10\.0"),
     ("vit_pe_spatial_base_patch16_512", {}, r"rope\.temperature=.*grid_offset=1\.0, "),
     ("vit_base_patch16_siglip_224", {}, "AttentionPoolLatent"),
-    ("test_vit4", {}, "RmsNorm"),
     ("test_vit", {"act_layer": "relu"}, "ReLU"),
     ("test_vit", {"global_pool": "max"}, "global_pool=max"),
     ("test_vit", {"pool_include_prefix": True, "global_pool": "avg"}, "pool_include_prefix"),

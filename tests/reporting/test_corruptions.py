@@ -388,25 +388,16 @@ def test_a_damaged_file_of_results_is_measured_again(saved, images, tmp_path, mo
         done.append(kind)
         return corrupt(part, kind, severity, seed)
 
-    np.save(array := io.BytesIO(), good["fog"])
     damaged = {
-        "empty": b"",
-        "no zip file": b"PK but no zip file",
         "cut short": written[: len(written) // 2],
-        "changed": written[:200] + bytes(40) + written[240:],
-        "an array": array.getvalue(),
         "a pickle": pickle.dumps(Payload(executed)),
         "no settings": npz({}, without=("settings",)),
         "other settings": npz({"settings": "seed 1"}),
         "settings of another shape": npz({"settings": np.array([good["settings"]] * 2)}),
-        "settings of another type": npz({"settings": np.zeros(())}),
         "pickled settings": npz({"settings": np.array(Payload(executed))}),
         "an unknown kind": npz({"mist": good["fog"]}),
-        "a pickled kind": npz({"fog": np.array([Payload(executed)])}),
         "another type": npz({"fog": good["fog"].astype(np.uint8)}),
-        "fewer severities": npz({"fog": good["fog"][:4]}),
         "fewer images": npz({"fog": good["fog"][:, 1:]}),
-        "no images": npz({"clean": good["clean"][0]}),
         "many zeros": npz({"fog": np.zeros(10**7, dtype=bool)}),
     }
     monkeypatch.setattr("vit.data.corruptions.corrupt", counted)

@@ -125,6 +125,21 @@ def test_included_models_are_small_and_carry_their_config_and_test_images(
     assert "only the 8 test images" in capsys.readouterr().err
 
 
+@needs_cifar
+def test_included_test_images_are_those_of_the_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = load_model("cifar10", "cpu", "float32")
+    test = load_test(saved)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    everything = load_test(saved)
+    assert len(everything) == 10_000
+    same = everything.select(torch.tensor(test.origins))
+    assert torch.equal(test.pixels(), same.pixels())
+    assert torch.equal(test.labels, same.labels)
+
+
 @pytest.mark.slow
 @needs_cifar
 @pytest.mark.parametrize("name", ["cifar10", "cifar10_quick"])

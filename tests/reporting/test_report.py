@@ -26,7 +26,6 @@ from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
 from vit.model.config import ModelConfig
 from vit.pretrained.load import load as load_model
-from vit.reporting.loading import load_test
 from vit.reporting.report import (
     contrast,
     draw_gallery,
@@ -34,9 +33,6 @@ from vit.reporting.report import (
     worst_mistakes,
     write_report,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
-CIFAR = ROOT / "data/cifar-10-batches-py"
 
 
 def test_worst_mistakes_are_wrong_and_the_surest_first():
@@ -253,18 +249,3 @@ def test_table_says_what_was_compared() -> None:
         f"| 猫 | {shared} (unfinished) {measured} 1,200 : 1 | 0.25 | 12.5% |",
     ]
     assert len({row.index("timm") + row.count("猫") for row in rows[2:]}) == 1  # aligned
-
-
-@pytest.mark.skipif(not CIFAR.exists(), reason="data/cifar-10-batches-py is missing")
-def test_included_test_images_are_those_of_the_data_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved = load_model("cifar10", "cpu", "float32")
-    test = load_test(saved)
-    (tmp_path / "data").symlink_to(ROOT / "data")
-    everything = load_test(saved)
-    assert len(everything) == 10_000
-    same = everything.select(torch.tensor(test.origins))
-    assert torch.equal(test.pixels(), same.pixels())
-    assert torch.equal(test.labels, same.labels)
