@@ -216,9 +216,7 @@ def choose_map(page: Page, frame: Frame, layer: int, head: int) -> None:
 
 
 @pytest.mark.parametrize("direction", ["to", "from"])
-def test_hovering_a_patch_paints_its_weights(
-    page: Page, address: str, logs: Path, direction: str
-) -> None:
+def test_hovering_a_patch_paints_its_weights(page, address, logs, direction):
     frame = show(page, address, direction=direction)
     weights = weights_of(logs / "square")
     for layer, head, row, column in ((0, 1, 0, 0), (2, 1, 7, 5)):
@@ -247,9 +245,7 @@ def colours_of(values: np.ndarray, contrast: str, shown: Sequence[np.ndarray]) -
 
 
 @pytest.mark.parametrize("contrast", ["fixed", "auto"])
-def test_both_panes_have_the_colours_of_one_scale(
-    page: Page, address: str, logs: Path, contrast: str
-) -> None:
+def test_both_panes_have_the_colours_of_one_scale(page, address, logs, contrast):
     state = {"image": TAG, "token": "3, 3", "contrast": contrast}
     frame = show(page, address, run="even", run2="sharp", **state)
     wait_until(frame, "run", "sharp", pane=1)
@@ -268,9 +264,7 @@ def test_both_panes_have_the_colours_of_one_scale(
 
 
 @pytest.mark.parametrize(("run", "named"), [("even", "automatic"), ("sharp", "fixed")])
-def test_a_nearly_uniform_map_has_its_own_scale(
-    page: Page, address: str, logs: Path, run: str, named: str
-) -> None:
+def test_a_nearly_uniform_map_has_its_own_scale(page, address, logs, run, named):
     """Only where it is shown large: small maps remain comparable."""
     frame = show(page, address, run=run, token="3, 3", layer=0, head=0)
     values = attention(weights_of(logs / run, TAG, 0), 28, "to")[0, 0, 1:].reshape(8, 8)
@@ -286,9 +280,7 @@ def test_a_nearly_uniform_map_has_its_own_scale(
 
 
 @pytest.mark.parametrize("contrast", ["fixed", "auto"])
-def test_negative_weights_have_a_signed_scale(
-    page: Page, address: str, logs: Path, contrast: str
-) -> None:
+def test_negative_weights_have_a_signed_scale(page, address, logs, contrast):
     frame = show(page, address, run="signed", token="3, 3", contrast=contrast)
     painted = wait_until(frame, "contrast", contrast)
     weights = weights_of(logs / "signed", TAG, 0)
@@ -302,7 +294,7 @@ def test_negative_weights_have_a_signed_scale(
     np.testing.assert_allclose(pixels_of_map(frame, 1, 1), colours, atol=6)
 
 
-def test_attention_by_offset_is_the_mean_over_images(page: Page, address: str, logs: Path) -> None:
+def test_attention_by_offset_is_the_mean_over_images(page, address, logs):
     frame = show(page, address, run="right", image="image_0", layer=1, head=0)
     frame.get_by_label("Direction").select_option("attention by offset")
     painted = wait_until(frame, "direction", "offset")
@@ -331,9 +323,7 @@ def test_attention_by_offset_is_the_mean_over_images(page: Page, address: str, l
     wait_until(frame, "direction", "to")
 
 
-def test_the_most_confident_hit_is_first_and_the_most_confident_mistake_second(
-    page: Page, address: str
-) -> None:
+def test_the_most_confident_hit_is_first_and_the_most_confident_mistake_second(page, address):
     records = half_right()
     sure = sorted(range(12), key=lambda number: -records[number].details.top[0][1])
     first = [next(number for number in sure if number % 2 == right) for right in (1, 0)]
@@ -346,7 +336,7 @@ def test_the_most_confident_hit_is_first_and_the_most_confident_mistake_second(
     assert titles == [f"image_{number:02d}" for number in expected]
 
 
-def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) -> None:
+def test_two_runs_side_by_side_are_linked(page, address, logs):
     frame = show(page, address, layer=0, head=1)
     frame.get_by_label("compare with").select_option(label="other")
     wait_until(frame, "run", "other", pane=1)
@@ -364,9 +354,7 @@ def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) 
     expect(frame.get_by_text("These are different images.")).to_be_visible()
 
 
-def test_a_step_written_meanwhile_appears_and_the_patch_stays(
-    page: Page, address: str, logs: Path
-) -> None:
+def test_a_step_written_meanwhile_appears_and_the_patch_stays(page, address, logs):
     frame = show(page, address, run="other", layer=2, head=0)
     page.mouse.click(*patch_at(frame, 6, 4))
     wait_until(frame, "token", "6, 4")
@@ -380,9 +368,7 @@ def test_a_step_written_meanwhile_appears_and_the_patch_stays(
     np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
 
 
-def test_a_run_with_steps_is_shown_first_and_each_run_shows_an_image_that_it_has(
-    page: Page, tmp_path: Path
-) -> None:
+def test_a_run_with_steps_is_shown_first_and_each_run_shows_an_image_that_it_has(page, tmp_path):
     """As after a training and `eval.py RUN maps`, which writes a newer run with other images."""
     for run, steps, tags in (
         ("demo", (0, 10), ("probe_00", "probe_01")), ("demo/eval/attention", (20,), ("image_7",)),
@@ -412,7 +398,7 @@ def test_a_run_with_steps_is_shown_first_and_each_run_shows_an_image_that_it_has
         expect(shown).to_contain_text("image_7")
 
 
-def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
+def test_everything_by_keyboard(page, address, logs):
     frame = show(page, address, run="rectangle", image="attention/probe_01")
     # Hostile names of the class and the file are text.
     expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")
@@ -448,7 +434,7 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     expect(frame.get_by_role("dialog")).to_be_visible()
 
 
-def test_maps_and_predictions(page: Page, address: str) -> None:
+def test_maps_and_predictions(page, address):
     frame = show(page, address, run="rectangle", view="maps")
     details = make_record(20_000 + 1000 + STEPS[-1], label=2).details
     cards = frame.locator(".card")
@@ -468,7 +454,7 @@ def test_maps_and_predictions(page: Page, address: str) -> None:
             expect(row).to_contain_text(details.classes[index])
 
 
-def test_a_signed_map_has_a_unit_of_its_own(page: Page, address: str) -> None:
+def test_a_signed_map_has_a_unit_of_its_own(page, address):
     frame = show(page, address, run="rectangle", view="maps", map="lrp")
     details = make_record(20_000 + 1000 + STEPS[-1], label=2).details
     (shown,) = (m for m in details.maps if m.kind == "lrp" and m.target == details.top[0][0])
@@ -479,7 +465,7 @@ def test_a_signed_map_has_a_unit_of_its_own(page: Page, address: str) -> None:
     expect(frame.locator(".readout").first).to_contain_text(f"patch (1, 2) at {value}")
 
 
-def test_heads_are_sorted_by_a_statistic(page: Page, address: str) -> None:
+def test_heads_are_sorted_by_a_statistic(page, address):
     frame = show(page, address, run="muted", statistic="importance", order="lowest")
     expected = make_record(1, **RUNS["square"], muted=True).details.statistics
     note = frame.locator(".heads .note").nth(2)
@@ -497,14 +483,14 @@ def test_heads_are_sorted_by_a_statistic(page: Page, address: str) -> None:
     assert places == sorted(places, key=lambda place: (place["top"], place["left"]))
 
 
-def test_an_empty_log_directory_says_how_to_make_a_run(page: Page, address: str) -> None:
+def test_an_empty_log_directory_says_how_to_make_a_run(page, address):
     page.route("**/plugin/attention/runs*", lambda route: route.fulfill(json={"runs": []}))
     page.goto(f"{address}/#attention")
     shown = page.frame_locator("iframe").get_by_text("vit-train --config shapes")
     expect(shown).to_be_visible(timeout=WAIT)
 
 
-def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
+def test_without_weights_the_maps_remain(page, address):
     frame = show(page, address, run=HOSTILE)
     expect(frame.get_by_role("heading", name=HOSTILE)).to_be_visible()
     expect(frame.get_by_text("weights of this image were not stored").first).to_be_visible()
@@ -517,7 +503,7 @@ def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
     expect(card).to_be_focused()
 
 
-def test_a_narrow_window_does_not_scroll_sideways(page: Page, address: str) -> None:
+def test_a_narrow_window_does_not_scroll_sideways(page, address):
     page.set_viewport_size({"width": 480, "height": 800})
     for view in ("heads", "maps", "lens"):
         for run2 in ("", "rectangle"):
@@ -533,7 +519,7 @@ def test_a_narrow_window_does_not_scroll_sideways(page: Page, address: str) -> N
             assert wider == [], (view, run2)
 
 
-def test_a_low_window_can_be_scrolled(page: Page, address: str) -> None:
+def test_a_low_window_can_be_scrolled(page, address):
     """As at 200% zoom."""
     page.set_viewport_size({"width": 683, "height": 330})
     frame = show(page, address)
@@ -550,7 +536,7 @@ def test_a_low_window_can_be_scrolled(page: Page, address: str) -> None:
     assert readout.bounding_box() == place  # not back at the list of images
 
 
-def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
+def test_dark_mode_follows_tensorboard(page, address):
     frame = show(page, address)
     for theme, colour in (("Dark", "rgb(48, 48, 48)"), ("Light", "rgb(255, 255, 255)")):
         page.get_by_role("button", name="Menu for changing light or dark theme").click()
@@ -610,7 +596,7 @@ def maps_of(frame: Frame, columns: int, pane: int = 0) -> np.ndarray:
     return found.reshape(LAYERS, columns, ROWS * COLUMNS, 3)
 
 
-def test_colours_are_components_on_the_axes_of_the_last_step(page: Page, address: str) -> None:
+def test_colours_are_components_on_the_axes_of_the_last_step(page, address):
     frame = show_features(page, address, run2="narrow", step2=0, linked="no", layer=0)
     wait_until(frame, "step", 0, pane=1)
     for pane, step in enumerate((10, 0)):
@@ -625,7 +611,7 @@ def test_colours_are_components_on_the_axes_of_the_last_step(page: Page, address
 
 
 @pytest.mark.parametrize("step", FEATURE_STEPS)
-def test_another_run_has_the_colours_of_the_first(page: Page, address: str, step: int) -> None:
+def test_another_run_has_the_colours_of_the_first(page, address, step):
     """60 shared patches: 7 components of "wide" and a constant predict those of "narrow"."""
     pair = {"run2": "wide", "image2": "image_01", "second": "image_02", "step": step}
     frame = show_features(page, address, **pair, token="1, 1")
@@ -644,7 +630,7 @@ def test_another_run_has_the_colours_of_the_first(page: Page, address: str, step
     expect(frame.get_by_text("Those of wide are predicted by a linear map")).to_have_count(2)
 
 
-def test_pointing_at_a_patch_shows_its_cosines(page: Page, address: str) -> None:
+def test_pointing_at_a_patch_shows_its_cosines(page, address):
     frame = show_features(page, address, run2="narrow", step2=0, linked="no", second="image_02")
     wait_until(frame, "step", 0, pane=1)
     found = hover(page, frame, 2, 3)
@@ -671,7 +657,7 @@ def test_pointing_at_a_patch_shows_its_cosines(page: Page, address: str) -> None
     np.testing.assert_allclose(maps[:, :, away], colours[:, :, away].astype(int), atol=6)
 
 
-def test_runs_of_another_width_and_without_features_say_so(page: Page, address: str) -> None:
+def test_runs_of_another_width_and_without_features_say_so(page, address):
     frame = show_features(page, address, run2="alone", token="1, 1")
     wait_until(frame, "run", "alone", pane=1)
     assert numbers(frame)["cosines"][2] == [None, None]
@@ -760,7 +746,7 @@ def patch(pixels: Tensor, number: int) -> Tensor:
     return pixels[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
 
 
-def test_muted_heads_by_keyboard(page: Page, address: str, logged: SimpleNamespace) -> None:
+def test_muted_heads_by_keyboard(page, address, logged):
     """In all views, and the file of numbers and the address have the question."""
     frame = show_live(page, address, layer=2, head=1)
     for key, mute in {
@@ -810,9 +796,7 @@ def test_muted_heads_by_keyboard(page: Page, address: str, logged: SimpleNamespa
     expect(frame.locator(".change").first).to_be_hidden()
 
 
-def test_attention_by_offset_follows_a_change(
-    page: Page, address: str, logged: SimpleNamespace
-) -> None:
+def test_attention_by_offset_follows_a_change(page, address, logged):
     frame = show_live(page, address, direction="offset")
     wait_until(frame, "direction", "offset")  # the mean over all images
     frame.evaluate("() => window.attentionTab.edit({ mute: '0.0' })")
@@ -823,9 +807,7 @@ def test_attention_by_offset_follows_a_change(
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_a_stroke_hides_patches_and_redraws_everything(
-    page: Page, address: str, logged: SimpleNamespace
-) -> None:
+def test_a_stroke_hides_patches_and_redraws_everything(page, address, logged):
     frame = show_live(page, address, view="maps")
     frame.get_by_label("Brush").select_option("mean")
     page.mouse.move(*patch_at(frame, 2, 1))
@@ -853,7 +835,7 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     np.testing.assert_allclose(values[kept], rollout * GRID**2, atol=0.02)
 
 
-def test_a_brush_changes_a_patch_and_not_what_the_maps_are_of(page: Page, address: str) -> None:
+def test_a_brush_changes_a_patch_and_not_what_the_maps_are_of(page, address):
     frame = show_live(page, address, view="heads")
     assert numbers(frame)["token"] == "mean of patches"
     page.mouse.move(*patch_at(frame, 2, 1))
@@ -865,7 +847,7 @@ def test_a_brush_changes_a_patch_and_not_what_the_maps_are_of(page: Page, addres
     hover(page, frame, 2, 3)
 
 
-def test_a_question_is_cancelled_while_its_model_is_loaded(page: Page, address: str) -> None:
+def test_a_question_is_cancelled_while_its_model_is_loaded(page, address):
     held = []
     page.goto("about:blank")  # which forgets all models
     page.route("**/live_weights*", lambda route: held.append(route))
@@ -886,7 +868,7 @@ def drag(page: Page, frame: Frame, brush: str, start: int, end: int) -> None:
     page.mouse.up()
 
 
-def test_moved_and_borrowed_patches(page: Page, address: str, logged: SimpleNamespace) -> None:
+def test_moved_and_borrowed_patches(page, address, logged):
     frame = show_live(page, address)
     drag(page, frame, "swap", 0, 45)
     swapped = answered(frame, patches="45:0,0:45")["change"]["after"]
@@ -903,7 +885,7 @@ def test_moved_and_borrowed_patches(page: Page, address: str, logged: SimpleName
     np.testing.assert_allclose(borrowed, logits_of(logged.models[200], pixels), atol=HALF)
 
 
-def test_blurred_lent_and_removed_patches_are_moved_as_they_look(page: Page, address: str) -> None:
+def test_blurred_lent_and_removed_patches_are_moved_as_they_look(page, address):
     """A patch that is out of attention has its pixels, and stays out if they move elsewhere."""
     read = """() => { const { colour } = window.attentionTab.panes[0].record;
         return [...colour.getContext("2d").getImageData(0, 0, 32, 32).data]; }"""
@@ -930,8 +912,8 @@ def test_blurred_lent_and_removed_patches_are_moved_as_they_look(page: Page, add
 
 
 def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live(
-    page: Page, address: str, logged: SimpleNamespace
-) -> None:
+    page, address, logged
+):
     question = {"mute": "0.2,1.1", "patches": "9:out"}
     frame = show_live(page, address, run2=RUN, linked="no", step=200, step2=100, **question)
     for pane, step in enumerate((200, 100)):
@@ -948,9 +930,7 @@ def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live
     frame.wait_for_function("() => window.attentionTab.state.mute === ''")
 
 
-def test_another_run_may_have_another_grid_other_attention_and_one_image(
-    page: Page, address: str, logged: SimpleNamespace
-) -> None:
+def test_another_run_may_have_another_grid_other_attention_and_one_image(page, address, logged):
     mute, patches = "0.1", "10:mean"
     frame = show_live(page, address, run2=SMALL_RUN, mute=mute, patches=patches)
     answered(frame, mute=mute, patches=patches)
@@ -967,9 +947,7 @@ def test_another_run_may_have_another_grid_other_attention_and_one_image(
     expect(change.first).to_contain_text("There is no other image")
 
 
-def test_a_model_of_another_shape_than_the_image_is_refused_and_the_rest_shown(
-    page: Page, address: str
-) -> None:
+def test_a_model_of_another_shape_than_the_image_is_refused_and_the_rest_shown(page, address):
     frame = show(page, address, run="misfit", mute="0.1")
     change = frame.locator(".change").first
     expect(change).to_contain_text("The stored model is not that of the image.")
@@ -992,9 +970,7 @@ def figures(text: str) -> list[float]:
     return [float(number) / (100 if unit else 1) for number, unit in found]
 
 
-def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
-    page: Page, address: str, logged: SimpleNamespace
-) -> None:
+def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(page, address, logged):
     """By keyboard, to the end and from a link; the figures are those of the image that is shown."""
     classifier = logged.models[200]
     mean = (255 * torch.tensor(classifier.preprocess.mean)).round().byte()
@@ -1069,9 +1045,7 @@ def test_the_tour_says_what_torch_says_of_each_image_in_two_languages(
     assert "Schicht" in said(frame, 5) and numbers(frame)["view"] == "lens"
 
 
-def test_a_photo_is_prepared_as_predict_does(
-    page: Page, address: str, logged: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_photo_is_prepared_as_predict_does(page, address, logged, tmp_path):
     """A JPEG file that is to be turned; it is smooth, as decoders differ in enlarging colours."""
     rows, columns = np.mgrid[:60, :90]
     smooth = np.stack([4 * rows, 2 * columns, rows + columns], axis=-1).astype(np.uint8)

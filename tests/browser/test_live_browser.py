@@ -197,8 +197,8 @@ def in_browser(page: Page, cases: list[Case], spec: Any, dtype: str = "float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", COUNTS)
 def test_random_interventions_give_what_torch_gives_and_answers_are_not_kept(
-    page: Page, site: tuple[Site, str], requests: list[str], name: str, dtype: str
-) -> None:
+    page, site, requests, name, dtype
+):
     classifier, session = classifier_of(name), page.context.new_cdp_session(page)
     site[0].files |= files_of(classifier)
     spec = spec_of(classifier)
@@ -274,8 +274,8 @@ REFUSALS = {
 
 
 def test_damaged_and_hostile_models_are_refused_in_a_sentence_and_the_next_one_works(
-    page: Page, site: tuple[Site, str], spec: Any
-) -> None:
+    page, site, spec
+):
     good, sources = dict(site[0].files), []
     for kind in REFUSALS:
         site[0].files[f"/{kind}"] = {
@@ -302,9 +302,7 @@ def test_damaged_and_hostile_models_are_refused_in_a_sentence_and_the_next_one_w
     assert found[-1] == "no error"
 
 
-def test_requests_are_replaced_cancelled_and_stopped(
-    page: Page, site: tuple[Site, str], spec: Any
-) -> None:
+def test_requests_are_replaced_cancelled_and_stopped(page, site, spec):
     """The endless graph runs until it is ended; meanwhile, other models wait."""
     site[0].files["/endless"] = hostile_graph("endless", spec)
     found = page.evaluate(
@@ -374,7 +372,7 @@ def make_preprocess(rng: np.random.Generator) -> ArrayPreprocess:
     )
 
 
-def test_photos_are_prepared_as_predict_does_bit_for_bit(page: Page) -> None:
+def test_photos_are_prepared_as_predict_does_bit_for_bit(page):
     rng = np.random.default_rng(0)
     sizes = [(1, 1), (1, 2500), (3001, 2), *rng.integers(1, 120, size=(150, 2)).tolist()]
     files, preprocesses, expected = [], [], []
@@ -398,7 +396,7 @@ GPU = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-f
 
 
 @pytest.mark.parametrize("browser", [GPU], ids=["GPU"], indirect=True)
-def test_a_gpu_gives_what_torch_gives(page: Page, site: tuple[Site, str], requests: Any) -> None:
+def test_a_gpu_gives_what_torch_gives(page, site, requests):
     """A model large enough for it, with few tokens, which take less time."""
     model = VisionTransformer(
         img_size=32, in_chans=3, num_classes=10, patch_size=16, embed_dim=960, depth=1,

@@ -1,7 +1,5 @@
 """Features: principal components of patches, and what is logged of them."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -19,7 +17,7 @@ def tokens_of(layers: int = 2, batch: int = 6, patches: int = 20, width: int = 4
     return (torch.randn(layers, batch, patches, width) * lengths) @ mixed[:, None] + 0.5
 
 
-def test_frames_are_the_principal_components_with_the_largest_entry_positive() -> None:
+def test_frames_are_the_principal_components_with_the_largest_entry_positive():
     tokens = tokens_of()
     frames = fit_frames([[*tokens[:, :4]], [*tokens[:, 4:]]])  # in two batches
     assert frames.shape == (2, 32, 40)
@@ -36,7 +34,7 @@ def test_frames_are_the_principal_components_with_the_largest_entry_positive() -
     torch.testing.assert_close(found[..., 1:].square().mean(dim=(0, 2)), torch.ones(2, 31))
 
 
-def test_colours_are_standard_deviations_of_three_components() -> None:
+def test_colours_are_standard_deviations_of_three_components():
     numbers = torch.tensor([[9.0, 0, 1.25, -1.25, 7], [9, 2.5, 5, -5, 7]])
     assert colours(numbers).tolist() == [[128, 191, 64], [255, 255, 0]]
     assert colours(numbers[:, :2]).tolist() == [[128, 128, 128], [255, 128, 128]]
@@ -47,7 +45,7 @@ def test_colours_are_standard_deviations_of_three_components() -> None:
         assert (picture == [red, green, blue]).all(axis=-1).sum() >= 3 * 90**2
 
 
-def test_training_logs_features_unless_they_are_not_finite(tmp_path: Path) -> None:
+def test_training_logs_features_unless_they_are_not_finite(tmp_path):
     config = small(tmp_path, track={"probes": 2})
     loop = make_loop(config)
     (logging,) = (e for e in loop.evaluators if isinstance(e, AttentionLogging))

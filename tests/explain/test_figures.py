@@ -11,7 +11,7 @@ import torch
 from matplotlib import font_manager
 from torch import Tensor
 
-from vit.colours import SIGNED, UNIFORM, Bar, as_pixels, colour_map, table_of
+from vit.colours import SIGNED, UNIFORM, as_pixels, colour_map, table_of
 from vit.explain import canvas
 from vit.explain.canvas import BAR, Panel, fit, overlay, resize, shorten, table, text_width
 from vit.explain.charts import confusion_picture, reliability_picture
@@ -62,7 +62,7 @@ def places(picture: np.ndarray, colour: np.ndarray | Sequence[int]) -> np.ndarra
 
 
 @pytest.mark.parametrize("bar", [UNIFORM, SIGNED])
-def test_colours_are_those_of_matplotlib(bar: Bar) -> None:
+def test_colours_are_those_of_matplotlib(bar):
     name, (low, high), _ = bar
     heat = torch.linspace(-3.5, 3.5, 999)[None]
     expected = matplotlib.colormaps[name]((heat.numpy() - low) / (high - low), bytes=True)
@@ -70,7 +70,7 @@ def test_colours_are_those_of_matplotlib(bar: Bar) -> None:
 
 
 @pytest.mark.parametrize("bar", [UNIFORM, SIGNED])
-def test_overlay_mixes_a_grey_picture_with_the_colours_of_a_map(bar: Bar) -> None:
+def test_overlay_mixes_a_grey_picture_with_the_colours_of_a_map(bar):
     levels = LEVELS if bar == UNIFORM else LEVELS * torch.tensor([1.0, -1.0, 1.0])
     photo = as_pixels(noise(1)[0])
     drawn, colours = overlay(photo, levels, bar), colour_map(levels, bar)
@@ -85,7 +85,7 @@ def test_overlay_mixes_a_grey_picture_with_the_colours_of_a_map(bar: Bar) -> Non
         assert np.abs(drawn[part] - expected).max() < 2
 
 
-def test_numbers_that_are_not_finite_are_drawn() -> None:
+def test_numbers_that_are_not_finite_are_drawn():
     heat = torch.tensor([[torch.nan, torch.inf]])
     assert colour_map(heat)[0].tolist() == table_of("inferno")[[0, 255]].tolist()
     assert overlay(np.zeros((2, 2, 3), np.uint8), heat).shape == (2, 2, 3)
@@ -97,7 +97,7 @@ def test_numbers_that_are_not_finite_are_drawn() -> None:
 
 
 @pytest.mark.parametrize(("channels", "size"), [(3, (20, 30)), (1, (16, 48))])
-def test_attention_picture_has_image_map_and_overlay(channels: int, size: tuple[int, int]) -> None:
+def test_attention_picture_has_image_map_and_overlay(channels, size):
     for kind in MAP_KINDS:  # every title fits
         assert shorten(title := map_title(kind, "automobile"), 208) == title
     (image,) = noise(1, channels, size)
@@ -116,7 +116,7 @@ def test_attention_picture_has_image_map_and_overlay(channels: int, size: tuple[
     assert (first[:27, :6] == 255).all() and (first[:27, -6:] == 255).all()  # not cut off
 
 
-def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
+def test_statistics_have_layers_as_rows_and_heads_as_columns():
     dark, found = (255 * np.array(matplotlib.colormaps["Blues"](1.0)[:3])).round(), {}
     for layer, head in np.ndindex(2, 2):
         values = torch.zeros(2, 2)
@@ -128,7 +128,7 @@ def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
         np.testing.assert_allclose(place - found[0, 0], (34 * layer, 81 * head), atol=1)
 
 
-def test_a_head_that_looks_one_patch_to_the_right_is_bright_there() -> None:
+def test_a_head_that_looks_one_patch_to_the_right_is_bright_there():
     offsets = torch.zeros(3, 2, 3, 5)
     offsets[1, 1, 1, 3] = 0.3  # of 10 tokens: 3 times uniform
     picture = distance_picture(offsets, 10, 8)[:, : -2 * BAR]
@@ -140,7 +140,7 @@ def test_a_head_that_looks_one_patch_to_the_right_is_bright_there() -> None:
 
 
 @pytest.mark.parametrize(("count", "columns"), [(5, 2), (1, 4)])
-def test_gallery_sets_overlays_beside_their_images_row_by_row(count: int, columns: int) -> None:
+def test_gallery_sets_overlays_beside_their_images_row_by_row(count, columns):
     images, maps = noise(count), torch.randn(count, 2, 2, 3)
     captions, headings = ["true cat\nas dog 99%"] * count, [["for dog", "for cat"]] * count
     names = ["cats/" * 30 + "1.jpg"] * count  # shortened
@@ -156,7 +156,7 @@ def test_gallery_sets_overlays_beside_their_images_row_by_row(count: int, column
 
 
 @pytest.mark.parametrize("num_classes", [2, 100])
-def test_confusion_picture_shows_fractions_of_rows(num_classes: int) -> None:
+def test_confusion_picture_shows_fractions_of_rows(num_classes):
     # Every image of the first class is taken for the last, though it has but one.
     counts = (1000 * np.eye(num_classes, dtype=int)).tolist()
     counts[0] = [0] * (num_classes - 1) + [1]
@@ -176,7 +176,7 @@ def bin_of(n: int, confidence: float, accuracy: float) -> dict:
     return {"n": n, "confidence": confidence, "accuracy": accuracy, "accuracy_95": interval}
 
 
-def test_reliability_picture_puts_accuracy_over_confidence() -> None:
+def test_reliability_picture_puts_accuracy_over_confidence():
     def marks(confidence: float, accuracy: float, n: int = 1_000_000) -> np.ndarray:
         result = {"reliability": [bin_of(n, confidence, accuracy)], "ece": 0.1, "ece_95": (0, 1)}
         found = places(reliability_picture({"model": result}), [31, 119, 180])
@@ -195,7 +195,7 @@ def test_reliability_picture_puts_accuracy_over_confidence() -> None:
 # Texts.
 
 
-def test_captions_name_true_and_predicted_class() -> None:
+def test_captions_name_true_and_predicted_class():
     shares = torch.tensor([[0.7, 0.2, 0.1], [0.004, 0.001, 0.995]])
     captions = captions_of(shares.log(), torch.tensor([1, 2]), ["cat", "dog", "ship"])
     assert captions == ["true dog\npredicted cat 70%", "true ship\npredicted ship 100%"]

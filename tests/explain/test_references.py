@@ -127,7 +127,7 @@ def build(maker: str, variant: str) -> nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("maker", "variant"), CASES)
-def test_lens_reads_every_layer_as_the_model_without_its_later_layers(maker, variant) -> None:
+def test_lens_reads_every_layer_as_the_model_without_its_later_layers(maker, variant):
     model, images = build(maker, variant), torch.randn(3, 3, 32, 32)
     reader = require_attention(model)
     _, _, tokens = reader.forward_intermediates(images)
@@ -156,5 +156,5 @@ def test_lens_reads_every_layer_as_the_model_without_its_later_layers(maker, var
         ("timm", "attention pooling", []),
     ],
 )
-def test_prefix_tokens_have_names(maker: str, variant: str, names: list[str]) -> None:
+def test_prefix_tokens_have_names(maker, variant, names):
     assert prefix_names(build(maker, variant)) == names

@@ -31,9 +31,7 @@ def write(folder: Path, cells: list[str]) -> Path:
     return file
 
 
-def test_only_definitions_of_a_notebook_are_executed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_definitions_of_a_notebook_are_executed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found = read_definitions(write(tmp_path, CELLS))
     assert not Path("touched").exists() and not capsys.readouterr().out
@@ -47,7 +45,7 @@ def test_only_definitions_of_a_notebook_are_executed(
         found.Mine().forward()
 
 
-def test_a_notebook_and_a_file_beside_it_are_told_apart(tmp_path: Path) -> None:
+def test_a_notebook_and_a_file_beside_it_are_told_apart(tmp_path):
     code = "class Mine:\n    of = {!r}\n"
     (tmp_path / "mine.py").write_text(code.format("file"))
     script = read_definitions(tmp_path / "mine.py").Mine
@@ -57,7 +55,7 @@ def test_a_notebook_and_a_file_beside_it_are_told_apart(tmp_path: Path) -> None:
     assert "'file'" in inspect.getsource(script) and "'notebook'" in inspect.getsource(other)
 
 
-def test_a_python_file_is_read_likewise(tmp_path: Path) -> None:
+def test_a_python_file_is_read_likewise(tmp_path):
     text = "SCALE = 2.0\nraise SystemExit\n\ndef f(x):\n    return SCALE"
     (tmp_path / "mine.py").write_text(text, encoding="utf-8-sig")  # with a byte order mark
     assert read_definitions(tmp_path / "mine.py").f(0) == 2.0
@@ -73,16 +71,14 @@ def test_a_python_file_is_read_likewise(tmp_path: Path) -> None:
         ("mine.py", "\udcff", "mine.py is not a text file in UTF-8"),
     ],
 )
-def test_other_files_are_refused_in_a_line(
-    tmp_path: Path, name: str, text: str, words: str
-) -> None:
+def test_other_files_are_refused_in_a_line(tmp_path, name, text, words):
     (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError) as info:
         read_definitions(tmp_path / name)
     assert words in str(info.value) and "\n" not in str(info.value)
 
 
-def test_cells_are_read_as_ipython_runs_them(tmp_path: Path) -> None:
+def test_cells_are_read_as_ipython_runs_them(tmp_path):
     cells = [
         "%%time\ndef timed(): pass", "%%bash\ndef shell(): pass", "files = !ls\ndef kept(): pass",
         "kept?\ndef asked(): pass", "print 'hello'\nclass Broken: pass",
@@ -122,9 +118,7 @@ LIKE_PYTHON = [
 
 
 @pytest.mark.parametrize(("cell", "expression"), LIKE_PYTHON)
-def test_definitions_mean_what_they_mean_in_python(
-    cell: str, expression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_definitions_mean_what_they_mean_in_python(cell, expression, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "helping.py").write_text("three = 3")
     found = read_definitions(write(tmp_path, [cell]))

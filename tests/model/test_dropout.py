@@ -21,7 +21,7 @@ from vit.model.vit import VisionTransformer
 # The hash.
 
 
-def test_scramble_is_the_documented_function_of_unsigned_numbers() -> None:
+def test_scramble_is_the_documented_function_of_unsigned_numbers():
     numbers = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 123456789, 0xDEADBEEF]
     expected = []
     for x in numbers:
@@ -34,7 +34,7 @@ def test_scramble_is_the_documented_function_of_unsigned_numbers() -> None:
     assert [number % 2**32 for number in found.tolist()] == expected
 
 
-def test_images_of_a_batch_and_layers_of_an_image_have_different_keys() -> None:
+def test_images_of_a_batch_and_layers_of_an_image_have_different_keys():
     keys = image_keys(2**32 - 5, 0, 4096)
     assert keys.dtype == torch.int32 and len(keys.unique()) == 4096
     layers = derive(keys[:1], torch.arange(1000, dtype=torch.int32))
@@ -46,7 +46,7 @@ def test_images_of_a_batch_and_layers_of_an_image_have_different_keys() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.5])
-def test_masks_keep_the_right_fraction_of_every_image_and_element(rate: float) -> None:
+def test_masks_keep_the_right_fraction_of_every_image_and_element(rate):
     kept = keep_mask(image_keys(0, 0, 400), (20, 50), rate).double()
     assert kept.shape == (400, 20, 50)
     deviation = (rate * (1 - rate)) ** 0.5
@@ -57,7 +57,7 @@ def test_masks_keep_the_right_fraction_of_every_image_and_element(rate: float) -
         assert normal.std().item() == pytest.approx(1, abs=5 / (2 * normal.numel()) ** 0.5)
 
 
-def test_masks_of_neighbours_layers_steps_and_seeds_are_independent() -> None:
+def test_masks_of_neighbours_layers_steps_and_seeds_are_independent():
     """Also those of an image in a layer and of the next image in the next layer."""
     numbers = torch.arange(3, dtype=torch.int32)[:, None]
     masks = {
@@ -81,9 +81,7 @@ def test_masks_of_neighbours_layers_steps_and_seeds_are_independent() -> None:
 
 @pytest.mark.parametrize("kind", [Dropout, StochasticDepth])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_numbers_or_whole_images_are_dropped_in_the_dtype_of_the_input(
-    kind: type[Dropout], dtype: torch.dtype
-) -> None:
+def test_numbers_or_whole_images_are_dropped_in_the_dtype_of_the_input(kind, dtype):
     module, x = kind(0.25), torch.randn(2000, 3, 4).to(dtype).requires_grad_()
     with keyed_dropout(module, image_keys(0, 0, 2000)):
         result = module(x)
@@ -98,7 +96,7 @@ def test_numbers_or_whole_images_are_dropped_in_the_dtype_of_the_input(
 
 
 @pytest.mark.parametrize("kind", [Dropout, StochasticDepth])
-def test_without_keys_it_is_torchs_dropout(kind: type[Dropout]) -> None:
+def test_without_keys_it_is_torchs_dropout(kind):
     x, keys = torch.randn(50, 6), image_keys(0, 0, 50)
     module, none = kind(0.5), kind(0.0)
     torch.manual_seed(0)
@@ -120,7 +118,7 @@ def test_without_keys_it_is_torchs_dropout(kind: type[Dropout]) -> None:
 # The model.
 
 
-def test_recomputed_activations_are_dropped_alike() -> None:
+def test_recomputed_activations_are_dropped_alike():
     rates = ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
     model = VisionTransformer(
         img_size=16, in_chans=3, num_classes=4, patch_size=8, embed_dim=12, depth=2, num_heads=2,

@@ -25,7 +25,7 @@ PREFIXES = pytest.mark.parametrize("prefix", [0, 1, 3])
 KINDS = pytest.mark.parametrize("kind", ["bias", "rope", "relative"])
 
 
-def test_bias_of_another_grid_depends_on_the_offset_in_patches() -> None:
+def test_bias_of_another_grid_depends_on_the_offset_in_patches():
     """Farther patches than in the grid of training count as the farthest there."""
     positions = randomize(BiasPositions(1, D, (3, 3), 2), 1.0)
     table = positions.relative_position_bias_table.detach()[:, 0]
@@ -41,7 +41,7 @@ def test_bias_of_another_grid_depends_on_the_offset_in_patches() -> None:
 
 @GRIDS
 @PREFIXES
-def test_relative_positions_are_their_formula(grid: tuple[int, int], prefix: int) -> None:
+def test_relative_positions_are_their_formula(grid, prefix):
     """Against loops over pairs; the tables are indexed by the offset, then the prefix."""
     size = prefix + math.prod(grid)
     attention = MultiHeadSelfAttention(
@@ -85,7 +85,7 @@ def test_relative_positions_are_their_formula(grid: tuple[int, int], prefix: int
 
 @KINDS
 @pytest.mark.parametrize("attention", ["dot", "cosine", "sigmoid", "differential"])
-def test_positions_compose(kind: str, attention: str) -> None:
+def test_positions_compose(kind, attention):
     """Weights of a model, masks, other sizes of images, and, for dot, the fused kernel."""
     if (kind, attention) in UNFIT:
         with pytest.raises(ValueError, match=rf"model\.rel_pos: {kind} .* none or bias with"):
@@ -113,7 +113,7 @@ def test_positions_compose(kind: str, attention: str) -> None:
     assert unused == []
 
 
-def test_impossible_positions_are_refused() -> None:
+def test_impossible_positions_are_refused():
     for arguments, words in (
         ({"rel_pos": "swirl"}, "not one of none, bias, rope, relative"),
         ({"rel_pos": "bias"}, "needs grid"),
@@ -125,7 +125,7 @@ def test_impossible_positions_are_refused() -> None:
         VisionTransformer(**SMALL, rel_pos="bias", attention=nn.MultiheadAttention)
 
 
-def test_heads_with_a_bias_start_at_neighbours_and_the_last_one_even() -> None:
+def test_heads_with_a_bias_start_at_neighbours_and_the_last_one_even():
     positions = BiasPositions(4, 8, (5, 6), num_prefix_tokens=1)
     weights = positions.bias((5, 6)).softmax(dim=-1)[:, 1:, 1:]
     for head, (down, right) in enumerate([(0, 1), (0, -1), (1, 0)]):
@@ -135,7 +135,7 @@ def test_heads_with_a_bias_start_at_neighbours_and_the_last_one_even() -> None:
     assert torch.equal(weights[3], torch.full_like(weights[3], 1 / 31))
 
 
-def test_a_query_without_keys_gets_nothing_in_spite_of_a_bias() -> None:
+def test_a_query_without_keys_gets_nothing_in_spite_of_a_bias():
     attention = randomize(MultiHeadSelfAttention(24, 3, grid=(2, 3), rel_pos="bias"), 0.5).eval()
     mask = torch.ones(6, 6, dtype=torch.bool)
     mask[2] = False
@@ -146,7 +146,7 @@ def test_a_query_without_keys_gets_nothing_in_spite_of_a_bias() -> None:
     assert_close(output[:, 2], attention.proj.bias.expand(B, 24))
 
 
-def test_rotary_positions_are_exact_in_bfloat16() -> None:
+def test_rotary_positions_are_exact_in_bfloat16():
     grid, width = (32, 32), 64
     positions = RotaryPositions(1, width, grid, 0)
     tokens = draw(1, 1, 32 * 32, width).bfloat16()

@@ -119,7 +119,7 @@ def subtract(attn: Any, signal: Tensor, noise: Tensor) -> Tensor:
 
 @with_models
 @torch.no_grad()
-def test_weights_logits_and_masks_are_timms(model: dict[str, Any]) -> None:
+def test_weights_logits_and_masks_are_timms(model):
     timms = build(model)
     images, reader = images_for(timms), require_attention(timms)
     logits, weights, tokens = reader.forward_intermediates(images)
@@ -146,7 +146,7 @@ def test_weights_logits_and_masks_are_timms(model: dict[str, Any]) -> None:
 
 @with_models
 @torch.no_grad()
-def test_heads_are_muted_and_patches_left_out(model: dict[str, Any]) -> None:
+def test_heads_are_muted_and_patches_left_out(model):
     timms = build(model)
     images, interventions = images_for(timms), Interventions(timms)
     layers, heads = gates_of(timms).shape
@@ -165,7 +165,7 @@ def test_heads_are_muted_and_patches_left_out(model: dict[str, Any]) -> None:
 
 
 @with_models
-def test_every_kind_of_map_is_finite_and_not_constant(model: dict[str, Any]) -> None:
+def test_every_kind_of_map_is_finite_and_not_constant(model):
     timms = build(model)
     images = images_for(timms)
     logits, maps = attention_maps(timms, images, list(MAP_KINDS))
@@ -175,7 +175,7 @@ def test_every_kind_of_map_is_finite_and_not_constant(model: dict[str, Any]) -> 
         assert found.isfinite().all() and found.std() > 1e-3
 
 
-def test_the_table_in_the_docs_is_that_of_the_families() -> None:
+def test_the_table_in_the_docs_is_that_of_the_families():
     lines = ["| models | timm class | attention |", "|---|---|---|"]
     for names, members in FAMILIES.items():
         models = [build(member) for member in members]
@@ -194,7 +194,7 @@ def test_the_table_in_the_docs_is_that_of_the_families() -> None:
         ("vit_tiny_patch16_224", PADDED, "PatchEmbed with dynamic_img_pad"),
     ],
 )
-def test_other_classes_are_refused_by_name(name: str, settings: dict, unread: str) -> None:
+def test_other_classes_are_refused_by_name(name, settings, unread):
     with torch.device("meta"):
         model = timm.create_model(name, **settings)
     assert attention_model(model) is None

@@ -51,7 +51,7 @@ def config(out: Path, parts: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
-def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
+def test_maps_equal_those_of_our_model_with_the_same_weights(pool):
     sizes: dict[str, Any] = TINY | {"img_size": 32, "num_classes": 5, "reg_tokens": 1}
     sizes["global_pool"] = pool
     theirs = randomize(timm.create_model("vit_tiny_patch16_224", **sizes), 0.4)
@@ -65,7 +65,7 @@ def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
         torch.testing.assert_close(maps[kind], ours_maps[kind], rtol=1e-3, atol=1e-3, msg=kind)
 
 
-def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
+def test_data_set_decides_sizes_and_the_model_keeps_timms_names():
     grey = Preprocess((32, 48), (0.5,), (0.5,))
     model = build_model(ModelConfig(**VIT["model"]), grey, 7)
     assert model(torch.zeros(2, 1, 32, 48)).shape == (2, 7)
@@ -93,7 +93,7 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
         ({"name": "timm:test_vit_relpos"}, "train.small_share: 0.75 .* must be 0 .* of 24 x 24"),
     ],
 )
-def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
+def test_mistake_is_one_line(model, words):
     with pytest.raises(ValueError, match=words) as error:
         check_config(Config(model=model, optim={"name": "adamw"}))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
@@ -107,7 +107,7 @@ def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
         ("pit_ti_224", "train.checkpoint_blocks", True, "false"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(name: str, key: str, value: Any, allowed: str) -> None:
+def test_what_a_model_cannot_do_is_refused(name, key, value, allowed):
     settings = {"optim.name": "adamw", "train.whiten": False, "train.small_share": 0, key: value}
     words = [f"--{each}={setting}" for each, setting in settings.items()]
     data = ["--data.name=shapes", "--data.image_size=224"]
@@ -116,7 +116,7 @@ def test_what_a_model_cannot_do_is_refused(name: str, key: str, value: Any, allo
         check_config(config)
 
 
-def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
+def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path):
     expected = {"depth": 2, "drop_rate": 1e-3, "qkv_bias": False, "act_layer": "silu", "x": [1, 2]}
     text = "{depth: 2, drop_rate: 1e-3, qkv_bias: false, act_layer: silu, x: [1, 2]}"
     (tmp_path / "run.yaml").write_text(f"model:\n  timm_args: {text}\n  name: timm:test_vit\n")
@@ -134,7 +134,7 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
         parse_train(["--model.name", "timm:test_vit", "--model.timm_args", "{depth:"])
 
 
-def test_weight_decay_spares_what_timm_spares() -> None:
+def test_weight_decay_spares_what_timm_spares():
     arguments = {"embed_dim": 12, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
     config = ModelConfig(name="timm:swin_tiny_patch4_window7_224", timm_args=arguments)
     model = build_model(config, Preprocess((32, 32), (0.5,) * 3, (0.5,) * 3), 5)
@@ -151,9 +151,7 @@ def test_weight_decay_spares_what_timm_spares() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_without_maps_is_evaluated_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_maps_is_evaluated_all_the_same(tmp_path, capsys):
     resnet = tmp_path / "resnet"
     train(config(resnet, RESNET))
     weights = load_file(resnet / "model.safetensors")
@@ -174,7 +172,7 @@ def test_a_model_without_maps_is_evaluated_all_the_same(
     assert not [*out.rglob("*.png")]
 
 
-def test_a_run_with_torchs_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_with_torchs_dropout_resumes_bit_for_bit(tmp_path):
     arguments = {**TINY, "proj_drop_rate": 0.2, "drop_path_rate": 0.2}
     parts = {"model": {"name": VIT["model"]["name"], "timm_args": arguments}}
     alone = run_loop(config(tmp_path / "alone", parts)).step.state.state_dict()
@@ -185,7 +183,7 @@ def test_a_run_with_torchs_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same_state(run_loop(stopped).step.state.state_dict(), alone)
 
 
-def test_a_model_whose_patches_are_not_square_is_trained_and_logged(tmp_path: Path) -> None:
+def test_a_model_whose_patches_are_not_square_is_trained_and_logged(tmp_path):
     """Without the distance of attention, which is in patches of one size."""
     parts = {"model": {"name": VIT["model"]["name"], "timm_args": {**TINY, "patch_size": [8, 4]}}}
     run = config(tmp_path / "run", parts)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def build(variant: dict[str, Any] | None = None) -> VisionTransformer:
 
 @with_variants
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradients_of_each_image(variant: dict[str, Any]) -> None:
+def test_gradients_of_each_image(variant):
     model, labels = build(variant), torch.tensor([4, 0, 2])
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
@@ -60,7 +59,7 @@ def test_gradients_of_each_image(variant: dict[str, Any]) -> None:
 
 @with_variants
 @pytest.mark.parametrize("training", [False, True])
-def test_torchvision_extracts_features(variant: dict[str, Any], training: bool) -> None:
+def test_torchvision_extracts_features(variant, training):
     model = build(variant | {"drop_path_rate": 0.2, "attn_drop_rate": 0.1, "drop_rate": 0.1})
     model.train(training)
     nodes = {"patch_embed": "patches", "blocks.0": "first", "blocks.2": "last", "head": "logits"}
@@ -83,7 +82,7 @@ def test_torchvision_extracts_features(variant: dict[str, Any], training: bool) 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("n", [1, 2, (0, 2)])
-def test_intermediate_layers_are_timms(n: Any, norm: bool) -> None:
+def test_intermediate_layers_are_timms(n, norm):
     ours = build({"reg_tokens": 1})
     theirs = timm.create_model("vit_tiny_patch16_224", **SIZES, reg_tokens=1).eval()
     theirs.load_state_dict(ours.state_dict(), strict=True)
@@ -94,7 +93,7 @@ def test_intermediate_layers_are_timms(n: Any, norm: bool) -> None:
         torch.testing.assert_close(list(found), list(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_classifier_is_reset() -> None:
+def test_classifier_is_reset():
     model = build({"reg_tokens": 1, "num_classes": 0}).double()
     features = model.forward_head(model.forward_features(IMAGES.double()), pre_logits=True)
     assert torch.equal(model(IMAGES.double()), features)
@@ -111,7 +110,7 @@ def test_classifier_is_reset() -> None:
         build(OURS).reset_classifier(3, "token")
 
 
-def test_grad_cam_is_that_of_timms_model() -> None:
+def test_grad_cam_is_that_of_timms_model():
     cam = pytest.importorskip("pytorch_grad_cam").GradCAM
     targets = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
     ours = build({"reg_tokens": 1})
@@ -158,7 +157,7 @@ SAME: dict[str, Callable[[VisionTransformer], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::UserWarning")
 @torch.no_grad()
-def test_logits_stay(tool: str, model: VisionTransformer) -> None:
+def test_logits_stay(tool, model):
     images = images_for(model)[:2]  # three of them are traced and exported
     expected, size = model(images), 0.2 if tool in ("bfloat16", "half", "quantization") else 1e-4
     dtype = {"bfloat16": torch.bfloat16, "half": torch.half}.get(tool, torch.float32)
@@ -168,7 +167,7 @@ def test_logits_stay(tool: str, model: VisionTransformer) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_attributions_derivatives_and_the_graph(tmp_path: Path, model: VisionTransformer) -> None:
+def test_attributions_derivatives_and_the_graph(tmp_path, model):
     images = images_for(model)[:1]
     black = torch.zeros_like(images)
     assert copy.deepcopy(model).to("meta")(images.to("meta")).shape == (1, model.num_classes)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[WholeAttention, Plain]:
     return placed, own
 
 
-def test_weights_are_those_of_the_softmax(pair: tuple[WholeAttention, Plain]) -> None:
+def test_weights_are_those_of_the_softmax(pair):
     placed, own = pair
     expected, x = own(tokens()), tokens()
     assert_close(placed(x), expected)
@@ -100,7 +99,7 @@ def test_weights_are_those_of_the_softmax(pair: tuple[WholeAttention, Plain]) ->
     assert_close(weights, own.weights, rtol=0, atol=1e-6)
 
 
-def test_a_muted_head_has_rows_of_zeros(pair: tuple[WholeAttention, Plain]) -> None:
+def test_a_muted_head_has_rows_of_zeros(pair):
     placed, own = pair
     placed.gates[1], own.scaled[1] = 0.0, 0.0
     output, weights = placed(tokens(), need_weights=True)
@@ -110,7 +109,7 @@ def test_a_muted_head_has_rows_of_zeros(pair: tuple[WholeAttention, Plain]) -> N
     assert not placed(tokens(), need_weights=True)[0].any()
 
 
-def test_a_masked_key_gets_no_weight(pair: tuple[WholeAttention, Plain]) -> None:
+def test_a_masked_key_gets_no_weight(pair):
     placed, own = pair
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     keep[0, :, 3:6] = False
@@ -123,7 +122,7 @@ def test_a_masked_key_gets_no_weight(pair: tuple[WholeAttention, Plain]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute self.module.weights")
-def test_export_is_the_module(pair: tuple[WholeAttention, Plain]) -> None:
+def test_export_is_the_module(pair):
     placed, _ = pair
     with torch.no_grad():
         program = torch.export.export(placed, (tokens(),), {"need_weights": True}).module()
@@ -174,7 +173,7 @@ class Unknown(OneHead):
         super().__init__(input_dim, input_dim)
 
 
-def test_weights_that_are_returned_count_where_there_is_no_softmax() -> None:
+def test_weights_that_are_returned_count_where_there_is_no_softmax():
     weights = WholeAttention(Sigmoid, D, 1, GRID, 1)(tokens(), need_weights=True)[1]
     assert weights.shape == (B, 1, N, N) and weights.sum(dim=-1).max() > 2
 
@@ -199,7 +198,7 @@ class DifferenceByHead(Plain):
 
 
 @pytest.mark.parametrize("module", [Difference, DifferenceByHead])
-def test_weights_that_are_returned_count_where_there_are_two_softmaxes(module: type) -> None:
+def test_weights_that_are_returned_count_where_there_are_two_softmaxes(module):
     placed = WholeAttention(module, D, 3, GRID, 1)
     output, weights = placed(tokens(), need_weights=True)
     assert_close(weights.sum(dim=-1), torch.full((B, 3, N), 0.5))
@@ -216,9 +215,7 @@ class Silent(Difference):
         return super().forward(x)[0]
 
 
-def test_a_note_says_which_of_two_softmaxes_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_note_says_which_of_two_softmaxes_is_shown(monkeypatch, capsys):
     for module, words in ((Difference, ""), (Silent, "computes 2 softmaxes, of which the last")):
         monkeypatch.setitem(variants.ATTENTION, "mine", module)
         check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
@@ -237,9 +234,7 @@ class Table(Plain):
         return self.merge((q @ k.mT + self.bias).softmax(dim=-1) @ v)
 
 
-def test_attention_is_tried_as_it_is_built_also_with_fewer_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_is_tried_as_it_is_built_also_with_fewer_tokens(monkeypatch):
     monkeypatch.setitem(variants.ATTENTION, "mine", Table)
     model = ModelConfig(attention="mine", num_heads=3, embed_dim=D)
     check_attention(model, GRID, 1)
@@ -277,16 +272,14 @@ class ByHandMaskedTable(ByHandMasked):
 
 
 @pytest.mark.parametrize("module", [ByHandMasked, ByHandMaskedTable])
-def test_without_a_softmax_the_module_gets_the_mask(module: type) -> None:
+def test_without_a_softmax_the_module_gets_the_mask(module):
     keep = torch.ones(B, 1, N, dtype=torch.bool)
     keep[0, :, 3:6] = False
     weights = WholeAttention(module, D, 3, GRID, 1)(tokens(), keep, need_weights=True)[1]
     assert not weights[0, :, :, 3:6].any() and weights[1].all()
 
 
-def test_weights_by_hand_have_gradients_and_cannot_be_masked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_by_hand_have_gradients_and_cannot_be_masked(monkeypatch):
     monkeypatch.setitem(variants.ATTENTION, "mine", ByHand)
     check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
     placed = WholeAttention(ByHand, D, 3, GRID, 1)
@@ -298,7 +291,7 @@ def test_weights_by_hand_have_gradients_and_cannot_be_masked(
             placed(tokens(), mask)
 
 
-def test_heads_without_a_softmax_cannot_be_muted_in_the_tab() -> None:
+def test_heads_without_a_softmax_cannot_be_muted_in_the_tab():
     alone, several = (
         VisionTransformer(**SIZES, depth=1, num_heads=heads, attention=ByHand) for heads in (1, 3)
     )
@@ -318,7 +311,7 @@ class Lazy(nn.Module):
         return self.inner(self.first(x))
 
 
-def test_lazy_layers_are_made_before_the_model_is_initialised() -> None:
+def test_lazy_layers_are_made_before_the_model_is_initialised():
     model = VisionTransformer(**SIZES, depth=1, num_heads=3, attention=Lazy)
     assert model.blocks[0].attn.module.first.weight.shape == (D, D)
 
@@ -328,7 +321,7 @@ class Variadic(Plain):
         super().__init__(dim, 1)
 
 
-def test_a_variadic_argument_is_no_config() -> None:
+def test_a_variadic_argument_is_no_config():
     for key, value in {"num_heads": 3, "head_dim": 8, "attn_drop_rate": 0.1}.items():
         with pytest.raises(ValueError, match=f"^{key}: {value} is not allowed"):
             build_attention(Variadic, D, **({"num_heads": 1} | {key: value}), grid=GRID)
@@ -348,8 +341,8 @@ class Bare(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [ByHand, Plain, nn.MultiheadAttention, Bare])
 def test_runs_finish_with_attention_that_cannot_be_muted_copied_or_read(
-    module: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    module, tmp_path, monkeypatch
+):
     """Heads are not muted, graphs of stored weights are left out, the report explains mistakes."""
     monkeypatch.setitem(variants.ATTENTION, "mine", module)
     model = {"attention": "mine", "proj_drop_rate": 0, "attn_drop_rate": 0}
@@ -430,9 +423,7 @@ class Backwards(Plain):
         (Infinite, r"parameters that are not finite: use buffers"),
     ],
 )
-def test_what_would_go_wrong_later_is_refused_before_training(
-    module: type, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_go_wrong_later_is_refused_before_training(module, words, monkeypatch):
     """Weights of other images, what a model file would not store, and a blind class token."""
     model = ModelConfig(attention="mine", num_heads=2, embed_dim=D)
     monkeypatch.setitem(variants.ATTENTION, "mine", Plain)
@@ -452,9 +443,7 @@ class Extra(nn.MultiheadAttention):
 @pytest.mark.parametrize(
     "setting", [{"qk_norm": True}, {"qkv_bias": False}, {"attn_drop_rate": 0.1}, {"head_dim": 7}]
 )
-def test_settings_that_a_module_does_not_take_are_refused(
-    setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_a_module_does_not_take_are_refused(setting, monkeypatch):
     (key,), words = setting, "with Plain, a whole module that does not take it"
     with pytest.raises(ValueError, match=f"^{key}: .* {words}"):
         VisionTransformer(img_size=8, in_chans=3, num_classes=2, attention=Plain, **setting)
@@ -476,9 +465,7 @@ def test_settings_that_a_module_does_not_take_are_refused(
         (Linear, 2 * N, 2, "Linear computes no softmax over the tokens; let its forward return"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_a_line(
-    module: Any, width: int, heads: int, words: str
-) -> None:
+def test_what_cannot_be_used_is_refused_in_a_line(module, width, heads, words):
     with pytest.raises(ValueError) as info:
         WholeAttention(module, width, heads, GRID, 1)(torch.randn(B, N, width), need_weights=True)
     assert words in str(info.value) and "\n" not in str(info.value)
@@ -513,8 +500,8 @@ print(Attention(8, 2)(torch.zeros(1, 2, 8)))
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The tensor attribute")
 def test_a_module_of_a_notebook_is_trained_resumed_explained_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     cells = [{"cell_type": "code", "source": ["%pip list\n", NOTEBOOK]}]
     (tmp_path / "notes.ipynb").write_text(json.dumps({"cells": cells}))
     name = f"{tmp_path}/notes.ipynb:Attention"
@@ -593,7 +580,7 @@ class ImageByImage(HeadList):
 
 
 @pytest.mark.parametrize("module", [HeadList, ImageByImage])
-def test_a_softmax_for_each_head_gives_weights_and_gradients_of_all(module: type) -> None:
+def test_a_softmax_for_each_head_gives_weights_and_gradients_of_all(module):
     placed, keep = WholeAttention(module, D, 3, GRID, 1), torch.ones(B, 1, N, dtype=torch.bool)
     keep[0, :, :4] = False
     output, weights = placed(tokens(), keep, need_weights=True)
@@ -638,7 +625,7 @@ class Shared(Plain):
 
 
 @pytest.mark.parametrize("module", [Causal, Shared])
-def test_torchs_attention_inside_a_module_is_what_it_is_without_weights(module: type) -> None:
+def test_torchs_attention_inside_a_module_is_what_it_is_without_weights(module):
     placed = WholeAttention(module, D, 4, GRID, 1).eval()
     output, weights = placed(tokens(), need_weights=True)
     assert_close(output, placed(tokens()))
@@ -742,7 +729,7 @@ class OverQueries(Plain):
         return self.merge(torch.softmax(input=q @ k.mT, dim=-2) @ v)
 
 
-def test_a_mask_keeps_the_dimension_of_the_softmax() -> None:
+def test_a_mask_keeps_the_dimension_of_the_softmax():
     placed, shown = WholeAttention(OverQueries, D, 3, GRID, 1), torch.ones(N, N, dtype=torch.bool)
     assert torch.equal(placed(tokens(), shown), placed(tokens()))
     shown[:, 4] = False
@@ -765,7 +752,7 @@ class ByHandAdded(ByHand):
     (TrueHides, "remark", "is inverted"), (OfKeys, "passed", ""), (Added, "passed", ""),
     (AddedCausal, "passed", ""),
 ])  # fmt: skip
-def test_the_doctor_tries_the_modules_own_mask(module: type, result: str, words: str) -> None:
+def test_the_doctor_tries_the_modules_own_mask(module, result, words):
     rows = {row.property: row for row in check(module, with_cost=False)}
     assert rows["mask"].result == result and words in rows["mask"].advice
 
@@ -774,7 +761,7 @@ def test_the_doctor_tries_the_modules_own_mask(module: type, result: str, words:
     Configured, Dictionary, FlatFused, Wrapped, ByHead, ImageByImage, TrueHides, OfKeys, Added,
     OneHead,
 ])  # fmt: skip
-def test_a_mask_leaves_the_other_weights_in_proportion(module: type) -> None:
+def test_a_mask_leaves_the_other_weights_in_proportion(module):
     """Whatever mask the module itself takes; it differs between images and heads."""
     heads = 1 if module is OneHead else 3
     placed = build_attention(module, D, heads, grid=GRID, num_prefix_tokens=1).eval()
@@ -797,7 +784,7 @@ class Repeated(nn.Module):
     forward = ByHead.forward
 
 
-def test_heads_that_share_all_layers_are_found() -> None:
+def test_heads_that_share_all_layers_are_found():
     rows = {row.property: row for row in check(Repeated, with_cost=False)}
     assert rows["heads are independent"].result == "failed"
     rows = {row.property: row for row in check(ByHead, with_cost=False)}
@@ -813,7 +800,7 @@ class Cached(Plain):
         return super().forward(x) * self.ones
 
 
-def test_building_a_model_leaves_nothing_in_a_module() -> None:
+def test_building_a_model_leaves_nothing_in_a_module():
     module = WholeAttention(Cached, D, 2, GRID, 1)
     assert not hasattr(module.module, "ones")
     assert module(torch.randn(B, N, D)).shape == (B, N, D)

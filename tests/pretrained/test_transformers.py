@@ -1,7 +1,6 @@
 """Weights as transformers saves them; transformers itself is the reference."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,9 +94,7 @@ def expected(model: Any, images: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_or_features_and_attention_are_those_of_transformers(
-    name: str, tmp_path: Path
-) -> None:
+def test_logits_or_features_and_attention_are_those_of_transformers(name, tmp_path):
     original = draw(name)
     original.save_pretrained(tmp_path)
     source, preprocess = read_transformers(tmp_path)
@@ -131,7 +128,7 @@ def test_logits_or_features_and_attention_are_those_of_transformers(
         assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_config_of_siglip_may_leave_out_defaults(tmp_path: Path) -> None:
+def test_config_of_siglip_may_leave_out_defaults(tmp_path):
     """As google/siglip-base-patch16-224 does, whose folder has the tower of texts, too."""
     model = draw("siglip", num_attention_heads=12, image_size=224, patch_size=56)
     model.save_pretrained(tmp_path)
@@ -158,9 +155,7 @@ PROCESSORS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "values"), PROCESSORS)
-def test_photos_are_prepared_as_by_transformers(
-    kind: str, values: dict[str, Any], tmp_path: Path
-) -> None:
+def test_photos_are_prepared_as_by_transformers(kind, values, tmp_path):
     names = {index: "crane" if index in (1, 3) else f"bird {index}" for index in range(LABELS)}
     draw("vit", id2label=names).save_pretrained(tmp_path)
     transformers = pytest.importorskip("transformers")
@@ -180,7 +175,7 @@ def test_photos_are_prepared_as_by_transformers(
     assert (ours - theirs).abs().max() < 1.5 * step  # filters of Pillow and torch round differently
 
 
-def test_a_classifier_of_shapes_is_loaded_as_it_is(tmp_path: Path) -> None:
+def test_a_classifier_of_shapes_is_loaded_as_it_is(tmp_path):
     transformers = pytest.importorskip("transformers")
     names = dict(enumerate(KINDS))
     model = draw("beit", id2label=names, label2id={v: k for k, v in names.items()})
@@ -211,9 +206,7 @@ def test_a_classifier_of_shapes_is_loaded_as_it_is(tmp_path: Path) -> None:
         ("beit", {"use_shared_relative_position_bias": True}, "tensors differ in rel_pos_bias"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line(
-    name: str, change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_loaded_is_one_line(name, change, message, tmp_path):
     draw(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

@@ -5,7 +5,6 @@ import io
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ CASES = [("ours", 10), ("vit_tiny_patch16_224", 12)]
 
 
 @pytest.mark.parametrize(("kind", "num_classes"), CASES)
-def test_record_is_what_is_computed_for_the_image_alone(kind: str, num_classes: int) -> None:
+def test_record_is_what_is_computed_for_the_image_alone(kind, num_classes):
     classifier, images = make_classifier(kind, num_classes), images_of(num_classes)
     model = require_attention(classifier.model)
     records = make(classifier, images)
@@ -144,9 +143,7 @@ def check_maps(classifier: Classifier, inputs: Tensor, record: Record) -> None:
         close(shown.values, maps[shown.kind][0].flatten())
 
 
-def test_batches_make_the_same_records_and_large_weights_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_make_the_same_records_and_large_weights_are_left_out(monkeypatch):
     classifier, images = make_classifier("ours", 10), images_of(10)
     whole = make(classifier, images)
     monkeypatch.setattr("vit.classifier.MOST_WEIGHTS", 3 * whole[0].weights.size - 1)
@@ -166,9 +163,7 @@ def test_batches_make_the_same_records_and_large_weights_are_left_out(
 @pytest.mark.parametrize(
     ("kind", "inside"), [("ours", "model"), ("ours", "call"), ("vit_tiny_patch16_224", "both")]
 )
-def test_inference_mode_changes_no_map_and_no_record(
-    kind: str, inside: str, tmp_path: Path
-) -> None:
+def test_inference_mode_changes_no_map_and_no_record(kind, inside, tmp_path):
     """Whether the model is made, or called, within `torch.inference_mode`."""
     expected = make_classifier(kind, 10)
     with torch.inference_mode(inside != "call"):
@@ -198,7 +193,7 @@ def test_inference_mode_changes_no_map_and_no_record(
     torch.testing.assert_close(explained, expected.logits(images))
 
 
-def test_chosen_class_is_explained_too() -> None:
+def test_chosen_class_is_explained_too():
     logits = torch.arange(20.0).expand(2, -1)  # class 19 is the most probable one
     found = explained_classes(logits, [torch.tensor([3, 18]), torch.tensor([0, 0])])
     assert found.T.tolist() == [[3, 0, 19, 18, 17, 16], [18, 0, 19, 17, 16, 15]]
@@ -208,7 +203,7 @@ def test_chosen_class_is_explained_too() -> None:
         assert 7 in {shown.target for shown in record.details.maps}
 
 
-def test_attention_pooling_has_no_lens() -> None:
+def test_attention_pooling_has_no_lens():
     sizes = TIMM | {"img_size": 32, "num_classes": 5}
     model = timm.create_model("vit_tiny_patch16_224", global_pool="map", class_token=False, **sizes)
     classifier = replace(make_classifier("ours", 5), model=model.eval())
@@ -228,7 +223,7 @@ def logged(classifier: Classifier, step: int = 5, **options: Any) -> dict[str, A
     return dict(AttentionLogging(PROBES, STEPS, seed=7, **options).run(classifier, step))
 
 
-def test_records_come_first_then_numbers_then_pictures(classifier: Classifier) -> None:
+def test_records_come_first_then_numbers_then_pictures(classifier):
     yielded = logged(classifier)
     records = [f"attention/probe_{number:02d}" for number in range(3)]
     assert [*yielded] == [
@@ -262,18 +257,14 @@ def test_records_come_first_then_numbers_then_pictures(classifier: Classifier) -
         assert (difference > 2).mean() < 1e-3  # a value between two colours may go either way
 
 
-def test_numbers_that_are_not_finite_are_not_logged(
-    classifier: Classifier, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_that_are_not_finite_are_not_logged(classifier, capsys):
     with torch.no_grad():
         classifier.model.head.bias.fill_(math.nan)
     assert logged(classifier, fitted=IMAGES).keys() <= {"attention/frames"}
     assert "the attention of step 5 is not logged" in capsys.readouterr().err
 
 
-def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(
-    classifier: Classifier,
-) -> None:
+def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(classifier):
     for step in STEPS:
         shown = logged(classifier, step, held_out=IMAGES)
         assert isinstance(shown["attention/probe_01"], Summary)
@@ -287,9 +278,7 @@ def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 0), (20, 38), (1000, 60)])
-def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
-    classifier: Classifier, steps: int, count: int
-) -> None:
+def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(classifier, steps, count):
     """A forward pass is a third of a step; the model has 4 heads."""
     config, model, sizes = Config(), classifier.model, lambda _: (32, 32)
     setup = Setup(config, model, classifier.preprocess, IMAGES, IMAGES, (), Length(steps), sizes)
@@ -308,9 +297,7 @@ def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
         (224, 4000, (8, 10)), (224, 60, (1, 2)), (224, 1, (1, 1)),  # 3,136 patches
     ],
 )  # fmt: skip
-def test_logging_attention_takes_a_tenth_of_a_run_by_images_and_tokens(
-    size: int, steps: int, logged: tuple[int, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logging_attention_takes_a_tenth_of_a_run_by_images_and_tokens(size, steps, logged, capsys):
     """An image costs as much as training on 80, and more with many tokens; some are free."""
     preprocess = Preprocess.from_config(DataConfig(name="shapes", image_size=size))
     sizes = {"img_size": size, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 1}
@@ -331,9 +318,7 @@ def test_logging_attention_takes_a_tenth_of_a_run_by_images_and_tokens(
 # What eval.py RUN maps writes
 
 
-def test_the_command_writes_records_of_the_images_that_are_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_records_of_the_images_that_are_asked_for(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     ours, model = small(run), {"name": "timm:vit_tiny_patch16_224", "timm_args": TIMM}

@@ -19,7 +19,7 @@ from vit.pretrained.load import load as load_model
 from vit.reporting.heads import Effect, as_grid, ranked, true_class
 
 
-def test_falls_are_paired_and_by_hand() -> None:
+def test_falls_are_paired_and_by_hand():
     """Muting head (0, 0) turns the logits of two of four images around."""
     labels, sure = torch.tensor([0, 1, 0, 1]), torch.log(torch.tensor([[0.9, 0.1]]))
     right = torch.cat([sure, sure.flip(1), sure, sure.flip(1)])
@@ -35,7 +35,7 @@ def test_falls_are_paired_and_by_hand() -> None:
     assert hits.tolist() == [1, 1, 0, 0]
 
 
-def test_effects_as_a_grid_and_ranked() -> None:
+def test_effects_as_a_grid_and_ranked():
     falls = {(0, 0): 0.1, (0, 1): -0.2, (1, 0): 0.3, (1, 1): 0.2}
     effects = [Effect((head,), (fall, 0.0), (0.0, 0.0)) for head, fall in falls.items()]
     assert [effect.heads[0] for effect in ranked(effects)] == [(1, 0), (1, 1), (0, 0), (0, 1)]
@@ -47,7 +47,7 @@ def saved_run(out: Path, val_size: int) -> Path:
     return save_untrained(out, {"embed_dim": 24, "depth": 2, "patch_size": 8}, data=data)
 
 
-def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None:
+def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path):
     run = saved_run(tmp_path / "run", 20)
     measure_run(str(run), HeadsConfig(device="cpu", precision="float32", pairs=3))
     content = json.loads((run / "eval/heads.json").read_text())
@@ -72,13 +72,13 @@ def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None
         assert picture.width > 300
 
 
-def test_a_run_without_held_out_images_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_held_out_images_is_refused(tmp_path):
     run = saved_run(tmp_path / "run", 0)
     with pytest.raises(ValueError, match=r"0 images held out \(data.val_size=0\); 2 are needed"):
         measure_run(str(run), HeadsConfig(device="cpu"))
 
 
-def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+def test_files_of_others_are_not_replaced(tmp_path):
     run = saved_run(tmp_path / "run", 10)
     (tmp_path / "heads.json").write_text("mine")
     with pytest.raises(ValueError, match=r"heads\.json exists and is not part of heads"):
@@ -86,7 +86,7 @@ def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "heads.json").read_text() == "mine"
 
 
-def test_the_table_lists_the_heads_that_cost_most_and_those_that_can_go() -> None:
+def test_the_table_lists_the_heads_that_cost_most_and_those_that_can_go():
     effects = [
         Effect(((number // 5, number % 5),), (value, 0.001), (value / 2, 0.002))
         for number, value in enumerate(np.random.default_rng(0).permutation(20) / 100)

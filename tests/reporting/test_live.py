@@ -5,7 +5,6 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,14 +132,14 @@ def differences(name: str, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [pytest.param("quick", marks=pytest.mark.slow), *NAMES[1:]])
-def test_graph_with_weights_of_another_step_gives_what_torch_gives(name: str) -> None:
+def test_graph_with_weights_of_another_step_gives_what_torch_gives(name):
     assert differences(name, torch.float32) < 1e-4
     assert 0 < differences(name, torch.float16) < 1e-2
 
 
 @pytest.mark.parametrize("name", [*NAMES, *ATTENTION])
 @torch.no_grad()
-def test_ones_change_no_bit_and_gates_scale_heads(name: str) -> None:
+def test_ones_change_no_bit_and_gates_scale_heads(name):
     """A layer without heads adds nothing, and the model stays as it is."""
     model, images = trained(name), torch.randn(2, 3, 32, 32)
     interventions, readable = Interventions(model), require_attention(model)
@@ -164,7 +163,7 @@ def test_ones_change_no_bit_and_gates_scale_heads(name: str) -> None:
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
 @torch.no_grad()
-def test_hiding_patches_equals_removing_their_tokens(pool: str) -> None:
+def test_hiding_patches_equals_removing_their_tokens(pool):
     model = ours(depth=3, reg_tokens=2, global_pool=pool, fc_norm=False).eval()
     for parameter in model.parameters():
         parameter.normal_(std=0.2)
@@ -183,14 +182,12 @@ def test_hiding_patches_equals_removing_their_tokens(pool: str) -> None:
     assert nothing_kept.isfinite().all()
 
 
-def test_graph_depends_on_no_weight_and_names_no_code() -> None:
+def test_graph_depends_on_no_weight_and_names_no_code():
     content = graph_of(classifier_of(trained("differential")))
     assert content == graph("differential") and len(content) < 100_000 and b".py" not in content
 
 
-def test_models_of_the_last_steps_that_fit_are_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_the_last_steps_that_fit_are_stored(tmp_path, monkeypatch):
     loop = make_loop(small(tmp_path, train={"epochs": 2}, track={"probes": 2, "milestones": 5}))
     loop.tracker = Tracker(tmp_path)
     (logging,) = loop.evaluators = [e for e in loop.evaluators if isinstance(e, AttentionLogging)]
@@ -232,9 +229,7 @@ def test_models_of_the_last_steps_that_fit_are_stored(
             assert difference.abs().max() < 1e-2
 
 
-def test_a_model_that_cannot_be_exported_gives_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_exported_gives_a_warning(monkeypatch, capsys):
     def fail(_: Classifier) -> bytes:
         raise RuntimeError("no operator\nfor this")
 
@@ -267,8 +262,8 @@ def test_a_model_that_cannot_be_exported_gives_a_warning(
 
 
 def test_weights_that_float16_cannot_hold_are_float32_and_diverged_ones_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch, capsys
+):
     monkeypatch.setattr("vit.reporting.live.graph_of", lambda classifier: b"graph")
     classifier, images = classifier_of(untrained("timm")), torch.zeros(1, 3, 32, 32).byte()
     floats = sum(tensor.numel() for tensor in classifier.model.state_dict().values())

@@ -34,9 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0" * 40
 
 
-def test_a_model_of_the_hub_is_loaded_from_its_cache_and_exported_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_is_loaded_from_its_cache_and_exported_by_name(tmp_path, monkeypatch):
     """The files that are downloaded and no others are there, as links to files of other names."""
     saved = load_model("cifar10_quick", "cpu", "float32")
     repository = tmp_path / "models--me--model"
@@ -67,7 +65,7 @@ def test_a_model_of_the_hub_is_loaded_from_its_cache_and_exported_by_name(
         vit.load("hf-hub:me/other")
 
 
-def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
+def test_the_card_says_what_was_measured_and_no_paths(tmp_path):
     saved = load_model("cifar10_quick", "cpu", "float32")
     data = dataclasses.replace(saved.config.data, root="/home/ada/photos")
     config = dataclasses.replace(saved.config, data=data, out="/home/ada/runs/quick")
@@ -107,8 +105,8 @@ needs_cifar = pytest.mark.skipif(not CIFAR.exists(), reason="data/cifar-10-batch
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar10_quick"])
 def test_included_models_are_small_and_carry_their_config_and_test_images(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    name, tmp_path, monkeypatch, capsys
+):
     assert (BUNDLED / f"{name}.safetensors").stat().st_size < 4e6
     saved, same = load_model(name, "cpu", "float32"), load_model(Path(name))
     assert saved.path == same.path and saved.name == name
@@ -126,9 +124,7 @@ def test_included_models_are_small_and_carry_their_config_and_test_images(
 
 
 @needs_cifar
-def test_included_test_images_are_those_of_the_data_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_included_test_images_are_those_of_the_data_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved = load_model("cifar10", "cpu", "float32")
     test = load_test(saved)
@@ -143,7 +139,7 @@ def test_included_test_images_are_those_of_the_data_set(
 @pytest.mark.slow
 @needs_cifar
 @pytest.mark.parametrize("name", ["cifar10", "cifar10_quick"])
-def test_included_models_are_as_good_as_readme_says(name: str) -> None:
+def test_included_models_are_as_good_as_readme_says(name):
     classifier = load_model(name, precision="float32")
     test = load("cifar10", ROOT / "data", train=False, download=False)
     logits = classifier.logits(test.images).cpu()

@@ -89,9 +89,7 @@ def test_gallery_shows_both_classes_and_leaves_out_maps_that_do_not_exist(mistak
     assert draw_gallery(classifier, images, logits).shape == (177, 3 * 124 + 12, 3)
 
 
-def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
-    mistakes: tuple[Classifier, ImageSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_a_part_of_a_report_takes_the_next_one(mistakes, tmp_path, monkeypatch):
     interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("vit.reporting.report.picture_tag", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -117,9 +115,7 @@ def rolled(classifier: Classifier, test: ImageSet, prefix: int) -> np.ndarray:
     return np.concatenate([rows[:, :prefix].sum(axis=1)[:, None], rows[:, prefix:]], axis=1)
 
 
-def test_numbers_are_those_of_separate_evaluations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_are_those_of_separate_evaluations(tmp_path, monkeypatch, capsys):
     """Each model gets images of its size; models of one name are numbered."""
     monkeypatch.setattr(shapes, "TEST", 100)
     first = save_untrained(tmp_path / "a/run", {**SMALL, "reg_tokens": 2})
@@ -155,9 +151,7 @@ def test_numbers_are_those_of_separate_evaluations(
     assert (folder / "comparison.md").read_text() in capsys.readouterr().out
 
 
-def test_each_comparison_has_a_folder_that_only_it_writes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_comparison_has_a_folder_that_only_it_writes_again(tmp_path, monkeypatch):
     """Whatever the models are called, and wherever the results go."""
     monkeypatch.setattr(shapes, "TEST", 8)
     long = "experiment_with_a_long_name" * 3
@@ -190,7 +184,7 @@ def test_each_comparison_has_a_folder_that_only_it_writes_again(
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(mine, "mine")]
 
 
-def test_architectures_are_named_with_all_that_differs() -> None:
+def test_architectures_are_named_with_all_that_differs():
     """Keys and values from the configs; timm models differ in their arguments."""
     base = {"depth": 4, "embed_dim": 64, "patch_size": 4}
     timm = [{"name": "timm:resnet18", "timm_args": args} for args in (None, {"stem_width": 32})]
@@ -206,7 +200,7 @@ def test_architectures_are_named_with_all_that_differs() -> None:
     assert name_architectures(models[:1]) == [f"{vit}, attention=dot"]
 
 
-def test_attention_that_moves_altogether_is_all_and_never_more() -> None:
+def test_attention_that_moves_altogether_is_all_and_never_more():
     """Between any grids, and to other tokens; on grids that fit, the sum over common patches."""
     labels = torch.zeros(3, dtype=torch.long)
     test = ImageSet(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), labels, ("one",))
@@ -234,7 +228,7 @@ def test_attention_that_moves_altogether_is_all_and_never_more() -> None:
     assert moved(coarse, fine) == pytest.approx(expected.tolist())
 
 
-def test_table_says_what_was_compared() -> None:
+def test_table_says_what_was_compared():
     common = {"architecture": "timm:resnet18", "parameters": 1_234_567, "steps": 4_000,
               "finished": True, "accuracy": 0.5, "accuracy_95": [0.4, 0.6],
               "balanced_accuracy": 1.0, "images_per_second": 1234.5}  # fmt: skip

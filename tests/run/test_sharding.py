@@ -258,13 +258,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "damage"), [(0, flip), (1, flip), (2, Path.unlink), (-1, flip)])
-def test_a_damaged_checkpoint_is_passed_over(
-    saved,
-    tmp_path,
-    damage,
-    number,
-    capsys,
-):
+def test_a_damaged_checkpoint_is_passed_over(saved, tmp_path, damage, number, capsys):
     shutil.copytree(saved, tmp_path / "run")
     older, newer = checkpoint_paths(tmp_path / "run")
     files = sorted(newer.iterdir())
