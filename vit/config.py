@@ -182,7 +182,9 @@ class Config:
     def __post_init__(self) -> None:
         least = min(self.data.spec.image_size)
         fits = self.augment.crop == "resized" or self.augment.crop_padding < least
-        settings.check(self.augment, "crop_padding", fits, f"less than the images' {least} pixels")
+        settings.check(
+            self.augment, "crop_padding", fits, f"less than the images' {least} pixels, such as 0"
+        )
         if self.train.small_share is None:
             scratch = self.model.pretrained is None and self.train.freeze == "none"
             train = dataclasses.replace(self.train, small_share=0.75 if scratch else 0.0)

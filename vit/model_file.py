@@ -93,8 +93,11 @@ class SavedModel(Classifier):
 
     @property
     def superseded(self) -> bool:
-        """Whether this is a checkpoint of a run whose final model exists."""
-        return self.path.parent.name == CHECKPOINT_FOLDER and (self.run / MODEL_FILE).exists()
+        """Whether this is a checkpoint of a run of which a later one or the final model exists."""
+        if self.path.parent.name != CHECKPOINT_FOLDER:
+            return False
+        newest = [path.name for path in checkpoint_paths(self.run)][-1:]
+        return (self.run / MODEL_FILE).exists() or newest != [self.path.name]
 
     @property
     def name(self) -> str:

@@ -263,7 +263,7 @@ def only_bad_pictures(root: Path) -> None:
 
 
 WRONG = [
-    (lambda root: root.rename(root.with_name("moved")), "ROOT has no class folders (it does"),
+    (lambda root: root.rename(root.with_name("moved")), "ROOT does not exist; point --data.root"),
     (lambda root: (root / "test").rename(root / "tests"), "ROOT (it contains tests, train) can be"),
     (lambda root: (root / "test/dog").rename(root / "test/wolf"), "class wolf has 0 training"),
     (only_bad_pictures, "no test image of class dog in ROOT can be read (test/dog/25.png, "),

@@ -822,3 +822,63 @@ def test_a_mask_is_for_attention_over_all_tokens_alone():
     mask = torch.ones(9, 9, dtype=torch.bool).tril()
     _, weights = placed(tokens, mask, need_weights=True)
     assert (weights[..., ~mask] == 0).all() and (weights[..., mask] > 0).all()
+
+
+class Renormalized(Plain):
+    """The larger weights, divided by their sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT).softmax(dim=-1)
+        weights = weights * (weights > 1 / N)
+        return self.merge(weights / weights.sum(dim=-1, keepdim=True) @ v)
+
+
+def test_heads_whose_weights_are_divided_by_their_sum_cannot_be_muted():
+    placed = build_attention(Renormalized, D, 3, grid=GRID, num_prefix_tokens=1).eval()
+    mask = torch.ones(N, N, dtype=torch.bool).tril()
+    assert placed(tokens(), mask)[0].isfinite().all()
+    placed.is_gated = True
+    with pytest.raises(ValueError, match=r"divides by the sum .*, so no head can be muted"):
+        placed(tokens())
+
+
+class HalfLocal(Plain):
+    """Two of four heads attend in one call, two in another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        halves = zip(q.chunk(2, 1), k.chunk(2, 1), v.chunk(2, 1), strict=True)
+        return self.merge(torch.cat([F.scaled_dot_product_attention(*h) for h in halves], 1))
+
+
+def test_heads_may_attend_in_groups():
+    placed = build_attention(HalfLocal, D, 4, grid=GRID, num_prefix_tokens=1).eval()
+    q, k, _ = placed.module.split(x := tokens())
+    expected = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
+    _, weights = placed(x, need_weights=True)
+    assert_close(weights, expected)
+    mask = torch.rand(B, 4, N, N, generator=torch.Generator().manual_seed(1)) > 0.5
+    mask[..., 0] = True
+    _, weights = placed(x, mask, need_weights=True)
+    assert_close(weights, expected * mask / (expected * mask).sum(dim=-1, keepdim=True))
+
+
+class MeanOfHeads(nn.Module):
+    """torch's module, whose second result is the mean over heads."""
+
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(
+            d_model, nhead, kdim=d_model // 2, vdim=d_model // 2, batch_first=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x[..., : x.shape[-1] // 2]
+        output, weights = self.inner(x, half, half)
+        return output * weights.diagonal(dim1=1, dim2=2)[..., None]
+
+
+def test_torchs_module_returns_in_a_module_what_it_returns_alone():
+    placed = build_attention(MeanOfHeads, D, 3, grid=GRID, num_prefix_tokens=1).eval()
+    assert_close(placed(tokens(), need_weights=True)[0], placed.module(tokens()))

@@ -142,7 +142,8 @@ def _check_whole(module: WholeAttention, first: Tensor, second: Tensor, grid: Gr
     if module.softmaxes > 1 and module.call(first, grid=grid)[1] is None:
         note_once(
             f"model.attention: {type(module.module).__name__} computes {module.softmaxes} "
-            "softmaxes, of which the last is shown; return the weights to be shown instead"
+            "softmaxes, of which the last is shown; to show others, compute the output from them "
+            "and return them"
         )
     _, alone = module(first, need_weights=True, grid=grid)
     _, both = module(torch.cat([first, second]), need_weights=True, grid=grid)

@@ -22,7 +22,14 @@ from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
 from vit.model_file import BUNDLED, SavedModel
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import load_run, load_test, require_own, require_packages, results_folder
+from vit.reporting.loading import (
+    load_run,
+    load_test,
+    report_seen,
+    require_own,
+    require_packages,
+    results_folder,
+)
 from vit.reporting.tables import markdown, markdown_table, with_interval
 from vit.settings import changed_keys
 
@@ -172,6 +179,9 @@ def _load_tests(models: Sequence[SavedModel], root: str | None) -> list[ImageSet
             path = first.path if first.path.parent == BUNDLED else saved.path
             config = dataclasses.replace(saved.config, data=data)
             loaded[inputs] = load_test(dataclasses.replace(saved, config=config, path=path), root)
+        places = (Path(place).resolve() for place in (root or data.root, saved.config.data.root))
+        if saved.fingerprint and len({*places}) > 1:
+            report_seen(saved, loaded[inputs])
         tests.append(loaded[inputs])
     return tests
 

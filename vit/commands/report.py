@@ -1,7 +1,5 @@
 """`eval.py RUN report`: accuracy and other metrics on the test images, with figures."""
 
-import contextlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from vit import evaluation
 from vit.classifier import Classifier
 from vit.commands.config import ReportConfig
 from vit.console import printable, say
-from vit.data.datasets import report_copies
 from vit.data.images import ImageSet
 from vit.data.layout import join
 from vit.model.attention_model import no_maps_text
@@ -22,6 +19,7 @@ from vit.reporting.loading import (
     load_run,
     load_split,
     load_test,
+    report_seen,
     require_loaded,
     require_packages,
     results_folder,
@@ -78,12 +76,7 @@ def run(name: str, options: ReportConfig) -> dict[str, Any]:
         none = torch.zeros(0, len(test.classes))
         make_sets(saved, none, none[:, 0], options.coverage)
     if not own:
-        with contextlib.suppress(ValueError):  # of missing training images
-            data_of_run = replace(saved.config.data, on_bad_image="error")  # so no file is read
-            listed = replace(saved, config=replace(saved.config, data=data_of_run))
-            training = load_split(listed, None, download=False)[0]
-            if training.fingerprint:  # else nothing of it can be compared with files
-                report_copies([training, test])
+        report_seen(saved, test)
     say(f"{saved.describe()}, test images of {test.folder or saved.config.data.name}\n")
     source = {"data": data.name, "root": data.root, "own": own}
     result = write_report(saved, test, folder, saved.step, batch_size, options.coverage, source)

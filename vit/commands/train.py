@@ -167,11 +167,13 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
         started = (*checkpoint.classes, checkpoint.num_images)
         same_files = checkpoint.fingerprint in ("", training.fingerprint)  # "" in old checkpoints
         if started != (*training.classes, len(training)) or not same_files:
+            skips = same_files and data.on_bad_image == "skip"
+            change = "can be read or not unlike then" if skips else "were added, deleted or renamed"
             raise ValueError(
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
                 f"images of the classes {join(checkpoint.classes)} with which the run in "
-                f"{config.out} was started: files were added, deleted or renamed; restore them, "
-                "point --data.root at them, or train in another folder with --out"
+                f"{config.out} was started: files {change}; restore them, point --data.root at "
+                "them, or train in another folder with --out"
             )
     return training.to(run.device), held_out.to(run.device)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.console import note, warn
+from vit.console import note, note_once, warn
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.layout import join
@@ -66,7 +66,7 @@ def _readable(images: ImageSet, data: DataConfig, part: str) -> ImageSet:
     if any(NEEDS_HEIF in problem for problem in unreadable.values()):
         names += f"; {NEEDS_HEIF}"
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
-    note(f"skipped {count} that cannot be read: {names}")
+    note_once(f"skipped {count} that cannot be read: {names}")
     kept, _ = images.divide(torch.tensor([*unreadable]))
     if 0 in (counts := kept.class_counts()):
         raise ValueError(

@@ -21,6 +21,8 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     root = Path(data.root)
     parts = find_parts(root)
     part = parts[0 if train else 1 % len(parts)]
+    if not root.exists():
+        raise ValueError(f"data.root: {root} does not exist; point --data.root at the images")
     if not visible_folders(part):
         raise ValueError(
             f"data.root: {part} has no class folders ({listing(part)}); data.name=folder needs "

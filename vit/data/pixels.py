@@ -11,6 +11,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageSequence
@@ -143,10 +144,15 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
     """
     if 0 in image.size:
         raise Unusable("has no pixels")
+    file: Any = image
+    if image.format == "TIFF":
+        file.filename = ""  # else Pillow maps grey files into memory, and scrambles turned ones
     # Otherwise the other pages, which may be masks that Pillow cannot read, do not matter.
     is_stack = channels not in (1, 3) and image.format == "TIFF"
     if is_stack and channels == getattr(image, "n_frames", 1):
         pages = [_upright(page.copy()) for page in ImageSequence.Iterator(image)]
+        if len({page.size for page in pages}) > 1:
+            raise Unusable("has pages of different sizes, which cannot be its bands")
         largest = max(map(_largest, pages))  # of all, so that all are scaled alike
         return tuple(_in_8_bits(page, largest).convert("L") for page in pages)
     photo = _upright(image)

@@ -64,7 +64,14 @@ class ReadSoftmax(TorchFunctionMode):
             return None
         mask = self.mask.expand(self.size)
         whole = scores.numel() == mask.numel()
+        if not whole and self._is_part(scores):
+            return mask[:, len(self.heads) :][:, : scores.shape[1]]
         return mask.reshape(scores.shape) if whole else self._single(mask, scores.ndim)
+
+    def _is_part(self, scores: Tensor) -> bool:
+        """Tell whether scores or weights are those of some heads: (B, n, N, N) with n < H."""
+        images, heads = self.size[:2]
+        return scores.ndim == 4 and scores.shape[0] == images and scores.shape[1] < heads
 
     def _single(self, whole: Tensor, ndim: int) -> Tensor:
         """Return the part of (B, H, N, N) that belongs to the next single head."""
@@ -76,6 +83,8 @@ class ReadSoftmax(TorchFunctionMode):
             self.softmaxes += 1
             self.weights = weights.view(self.size)
             return (self.weights * self.gates[:, None, None]).view(weights.shape)
+        if self._is_part(weights):
+            return torch.stack([self._gated(head) for head in weights.unbind(dim=1)], dim=1)
         images, heads, *tokens = self.size
         counts = {(images, *tokens): heads, (*tokens,): images * heads}
         count, number = counts.get((*weights.shape,), 0), len(self.heads)
@@ -114,16 +123,19 @@ class ReadSoftmax(TorchFunctionMode):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *weights: Any,
         training: bool = True, key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None, **_: Any,
+        attn_mask: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Do what torch's function does, for tokens (N, B, D) and masks that are added."""
         weight, bias, *extra, dropout, out_weight, out_bias = weights
         if any(part is not None and part is not False for part in extra):
             raise ValueError("bias_k, bias_v and add_zero_attn, which attend to more than tokens")
         biases = (None,) * 3 if bias is None else bias.chunk(3)
+        # Keys and values of another width have projections of their own.
+        separate = [options[f"{name}_proj_weight"] for name in "qkv"]
+        parts = separate if weight is None else weight.chunk(3)
         query, key, value = (
             F.linear(x, *layer).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-            for x, *layer in zip((query, key, value), weight.chunk(3), biases, strict=True)
+            for x, *layer in zip((query, key, value), parts, biases, strict=True)
         )
         mask = None if attn_mask is None else attn_mask.view(-1, *self.size[2:])
         if mask is not None and len(mask) > 1:
@@ -132,4 +144,7 @@ class ReadSoftmax(TorchFunctionMode):
             mask = key_padding_mask[:, None, None] + (0 if mask is None else mask)
         output = self._attend(query, key, value, mask, dropout if training else 0.0)
         output = output.permute(2, 0, 1, 3).flatten(2)
-        return F.linear(output, out_weight, out_bias), self.weights
+        found = self.weights if options.get("need_weights", True) else None
+        if found is not None and options.get("average_attn_weights", True):
+            found = found.mean(dim=1)
+        return F.linear(output, out_weight, out_bias), found

@@ -197,6 +197,9 @@ class WholeAttention(nn.Module):
         self.problem = f"{name} computes {count}"  # if `has_softmax` is False
         reads = all(one is None or one.weights is not None for one in (other, read))
         self.has_softmax = reads and not several
+        self.can_mute = self.has_softmax and self._try(dim, grid, mute=True) is not None
+        if self.has_softmax and not self.can_mute:
+            self.problem = f"{name} divides by the sum of a head's weights after its softmax"
         self.softmaxes = 0 if read is None else read.softmaxes
 
     def forward(
@@ -214,11 +217,10 @@ class WholeAttention(nn.Module):
         """
         if not (need_weights or self.is_gated) and mask is None:
             return self.call(x, grid=grid)[0]
-        if not self.has_softmax and (self.is_gated or (mask is not None and not self.mask_name)):
-            raise ValueError(
-                f"attention: {self.problem}, so no token can be hidden from it, and no head can be "
-                "muted"
-            )
+        cannot_hide = mask is not None and not (self.has_softmax or self.mask_name)
+        if cannot_hide or (self.is_gated and not self.can_mute):
+            what = "" if self.has_softmax else "no token can be hidden from it, and "
+            raise ValueError(f"attention: {self.problem}, so {what}no head can be muted")
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
         own = None  # the module's own mask, where there is no softmax to apply it to
@@ -251,8 +253,10 @@ class WholeAttention(nn.Module):
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
             if read.other is not None:
-                hint = f"its softmax has the shape {[*read.other]} instead of {[*size]}; queries "
-                hint += "and keys are (B, H, N, d), as after view(B, N, H, d).transpose(1, 2)"
+                hint = (
+                    f"its softmax has the shape {[*read.other]} instead of {[*size]}; if queries "
+                )
+                hint += "and keys are (B, H, N, d), return the weights too: return output, weights"
             raise ValueError(f"attention: {self.problem}; {hint}")
         return output * (self.gates.amax(dim=0) > 0), weights
 
@@ -282,18 +286,21 @@ class WholeAttention(nn.Module):
             weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
         return output, weights
 
-    def _try(self, dim: int, grid: Grid) -> ReadSoftmax | None:
-        """Attend to tokens of two images; return what was read, or None if the module fails."""
+    def _try(self, dim: int, grid: Grid, mute: bool = False) -> ReadSoftmax | None:
+        """Attend to tokens of two images; return what was read, or None if the module fails.
+
+        With `mute`, all heads are muted, which fails if the output is not finite.
+        """
         tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
         # The user's code may store what it computes, in the copy; the first call makes lazy layers.
         lazy = any(isinstance(p, UninitializedParameter) for p in self.module.parameters())
         trial = (self if lazy else copy_module(self)).eval()
         try:
-            read = ReadSoftmax(size, None, self.gates)
+            read = ReadSoftmax(size, None, self.gates * (not mute))
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
-                trial.call(tokens, grid=grid)
-            return read
+                output, _ = trial.call(tokens, grid=grid)
+            return None if mute and not output.isfinite().all() else read
         except Exception:  # the user's code may raise anything
             return None
         finally:

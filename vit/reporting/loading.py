@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from vit.classifier import Classifier
 from vit.console import note, printable, warn
 from vit.data.config import DataConfig
-from vit.data.datasets import load_test_images, open_images, split_training
+from vit.data.datasets import load_test_images, open_images, report_copies, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import check_stored, is_stored, join, recognize
 from vit.files import inside, require_file
@@ -122,6 +123,9 @@ def load_test(saved: SavedModel, root: str | None = None, decode: bool = True) -
     else:
         test = open_images(data, train=False).resized(saved.preprocess)
     root, classes = data.root, saved.classes
+    known = {_plain(name): name for name in classes}
+    names = (name if name in classes else known.get(_plain(name), name) for name in test.classes)
+    test = dataclasses.replace(test, classes=tuple(names))
     if others := {*test.classes} - {*classes}:
         raise ValueError(
             f"data.root: the test images in {root} have classes that {saved.path} does not know: "
@@ -140,17 +144,24 @@ def load_test(saved: SavedModel, root: str | None = None, decode: bool = True) -
             "chosen, as in training; put all of them into test/<class>/ of a folder to test on all"
         )
     elif test.split and saved.fingerprint != test.fingerprint:
-        changed = f"files in {root} were added, deleted or renamed since {saved.path} was trained"
-        problem = f"{changed}, or it had another data.test_fraction"
+        problem = (
+            f"the list of files in {root}, their labels or copies among them have changed since "
+            f"{saved.path} was trained, or it had another data.test_fraction"
+        )
         if not own:
             problem = f"{saved.path} was trained on other files than those in {root}"
         raise ValueError(
             f"data.root: {problem}, so it may have been trained on some of the test images; "
-            "restore the missing files, or put images to test with into test/<class>/ of another "
+            "undo the changes, or put images to test with into test/<class>/ of another "
             "folder, or a table (the run's split.csv is one, if copied beside them), and point "
             "--data.root at it"
         )
     return test
+
+
+def _plain(name: str) -> str:
+    """Return the name of a class without what nobody sees: its encoding, and spaces around it."""
+    return unicodedata.normalize("NFC", name).strip()
 
 
 def _included(saved: SavedModel) -> ImageSet:
@@ -189,6 +200,17 @@ def load_split(
             "which this needs; restore them, or point --data.root at them"
         )
     return training, held_out
+
+
+def report_seen(saved: SavedModel, test: ImageSet) -> None:
+    """Report which test images a model was trained on, if its training images are there."""
+    with contextlib.suppress(ValueError):  # of missing images
+        data = dataclasses.replace(saved.config.data, on_bad_image="error")  # so no file is read
+        config = dataclasses.replace(saved.config, data=data)
+        listed = dataclasses.replace(saved, config=config)
+        training = load_split(listed, None, download=False)[0]
+        if training.fingerprint:  # else nothing of it can be compared with files
+            report_copies([training, test])
 
 
 def require_packages(user: str, packages: Sequence[str], extra: str) -> None:

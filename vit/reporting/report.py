@@ -56,7 +56,7 @@ def write_report(
     result, logits = evaluate(classifier, images, batch_size)
     result |= intervals(logits, images.labels.cpu())
     about = {"date": str(date.today()), "precision": str(classifier.precision).split(".")[1]}
-    digest, weights = _digest(classifier, images), weights_digest(classifier.model)
+    digest, weights = _digest(classifier, images, logits), weights_digest(classifier.model)
     kept = _kept_parts(folder, digest, weights)
     kept |= {} if training is None else {"training": training}
     result |= {**about, "source": source, "digest": digest, "weights": weights, **kept}
@@ -85,10 +85,11 @@ def write_report(
     return result
 
 
-def _digest(classifier: Classifier, images: ImageSet) -> str:
+def _digest(classifier: Classifier, images: ImageSet, logits: Tensor) -> str:
     """Identify a model with its calibration, test images, and the views of them."""
     views = 6 if classifier.shift else classifier.flip
-    about = (images.fingerprint, images.labels.tolist(), views, classifier.calibration)
+    predicted = logits.argmax(dim=1).tolist()  # also tells images that changed in their files
+    about = images.fingerprint, images.labels.tolist(), predicted, views, classifier.calibration
     return weights_digest(classifier.model, repr(about))
 
 

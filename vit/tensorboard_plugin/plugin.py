@@ -38,8 +38,8 @@ CONTENT_TYPES = {
 EVERYTHING = 1000  # steps of a tag that are listed at most; of more, a random choice
 LONGEST = 900  # characters of a message, because names in it may be long
 NO_MODEL = (
-    "this run stored no model; vit-eval RUN maps does for a run of vit-train, unless it was "
-    "trained with track.live_mb=0; add_attention does with model="
+    "this run stored no model; vit-eval RUN maps does (not with track.live_mb=0), and "
+    "add_attention with model="
 )
 
 Answer = dict[str, Any] | bytes

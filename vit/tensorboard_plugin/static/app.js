@@ -411,8 +411,8 @@ export class App {
   }
 
   moveStep(by) {
-    const [{ steps, logged }] = this.panes;
-    return this.chooseStep("a", steps[steps.indexOf(logged?.step) + by]);
+    const [{ steps, slider }] = this.panes; // the slider is at the step that is wanted
+    return this.chooseStep("a", steps[Number(slider.value) + by]);
   }
 
   /** Return what is painted, as plain numbers: one object for each pane. */

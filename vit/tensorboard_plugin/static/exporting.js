@@ -11,7 +11,7 @@ export function saveNumbers(app) {
     return "The page that shows this allows no downloads; open the file itself.";
   }
   const text = JSON.stringify({ address: address(app), panes: app.numbers() }, null, 1);
-  const { run, image, step } = app.state;
+  const { run, image, step } = shownBy(app);
   const name = `attention_${run}_${image}_step_${step}`.replace(/[^\w.-]+/g, "_").slice(0, 120);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
@@ -33,7 +33,13 @@ export async function copyLink(app) {
 }
 
 function address(app) {
-  return addressOf(stateParameters(app.state));
+  return addressOf(stateParameters(shownBy(app)));
+}
+
+/** Return the state with the steps that are shown: the nearest ones to those that it names. */
+function shownBy({ state, panes }) {
+  const [step, step2] = panes.map((pane) => pane.logged?.step);
+  return { ...state, step: step ?? state.step, step2: (state.run2 && step2) || state.step2 };
 }
 
 /** Return what a pane shows as plain numbers. */

@@ -34,7 +34,7 @@ export class LensView {
   constructor(actions) {
     this.actions = actions;
     this.tokenTitle = make("span");
-    const titles = ["", "every patch", "what the classifier reads"].map((text) =>
+    const titles = ["", "patches", "what the classifier reads"].map((text) =>
       make("span", {}, text),
     );
     this.titles = make("div", "lens-row titles", ...titles, this.tokenTitle);

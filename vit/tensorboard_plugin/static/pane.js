@@ -132,11 +132,11 @@ export class Pane {
       return this.#fail(wanted.problem);
     }
     if (!this.record) this.#say("Loading …");
-    const slow = setTimeout(() => {
-      if (turn !== this.#turn) return;
-      this.working.hidden = !this.app.isChanged(); // else a record takes long
-      this.element.classList.add("loading");
-    }, SLOW);
+    this.working.hidden = true; // until a model is asked
+    const slow = setTimeout(
+      () => turn === this.#turn && this.element.classList.add("loading"),
+      SLOW,
+    );
     try {
       this.fetched = fetchRecord(wanted.run, wanted.image, wanted.at);
       const logged = await this.fetched;
@@ -192,6 +192,7 @@ export class Pane {
       const question = { live, mute, patches, photo: app.photo, other };
       const asked = this.logged === logged && this.record.change;
       const isAnswered = Object.keys(question).every((name) => question[name] === asked?.[name]);
+      if (turn === this.#turn) this.working.hidden = isAnswered;
       // The same record is not drawn again, so that a button keeps the focus.
       return isAnswered ? this.record : await ask(logged, question, this.side);
     } catch (error) {

@@ -30,9 +30,10 @@ export function onScale(record, { state, attention, similar, values }) {
   if (state.view !== "heads" || !attention) return [];
   // Rollout is on the scale of the heads from which it follows: its residual connections would
   // dwarf them.
-  const { signed } = record.weights;
+  const { signed, removed } = record.weights;
+  const isThere = (_, token) => token >= record.prefix.length && !removed.has(token);
   const ofHeads = attention.heads.flat().map((head) => ({ kind: "weights", ...endsOf(head) }));
-  const large = state.direction === "offset" ? values : values.slice(record.prefix.length);
+  const large = state.direction === "offset" ? values : values.filter(isThere);
   return [...ofHeads, { kind: "large", ...endsOf(large) }].map((one) => ({ ...one, signed }));
 }
 

@@ -145,7 +145,8 @@ export class Toolbar {
     const chosen2 = second === state.image ? state.image2 : second;
     offer(this.image2, [["", "the same"], ...others], chosen2);
     this.heat.checked = state.heat === "yes";
-    const record = app.panes.map((pane) => pane.record).find(Boolean);
+    const shown = app.panes.map((pane) => pane.record).filter(Boolean);
+    const record = shown.find((one) => targetsOf(one).length) ?? shown[0];
     if (!record) return;
     const targets = targetsOf(record).map((target) => [String(target), record.className(target)]);
     const chosen = String(targetOf(record, state.target) ?? "");

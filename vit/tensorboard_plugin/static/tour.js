@@ -6,7 +6,7 @@ import { fillPatches } from "./edits.js";
 import { readAddress } from "./host.js";
 import { mapsOf } from "./kinds.js";
 import { lensOf } from "./lens.js";
-import { MEAN, bestOf, digits, indexOfLargest, percent, tokenName } from "./maths.js";
+import { MEAN, bestOf, digits, indexOfLargest, percent, readToken, tokenName } from "./maths.js";
 import { parseState } from "./state.js";
 import * as de from "./tour_de.js";
 import * as en from "./tour_en.js";
