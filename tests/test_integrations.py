@@ -236,5 +236,5 @@ def test_a_callback_may_have_a_tag_but_not_another_step(tmp_path):
         log.add(writer, nn.Linear(1, 1), 1, lambda *_: {"weights": torch.ones(1, 1, 1, 1, 1)})
     events = EventAccumulator(str(tmp_path)).Reload()
     assert any(tag.startswith("validation") for tag in events.Tags()["tensors"])
-    with pytest.raises(TypeError, match="multiple values for argument 'step'"):
+    with pytest.raises(TypeError, match=r"multiple values for .*argument 'step'"):
         AttentionLog(IMAGES[:1], step=1)

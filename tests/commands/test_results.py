@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from PIL import Image
 
 import vit
+from models import ONE_BLOCK, save_untrained
 from small_runs import ROOT, draw_pictures, rows_of, small, tiny
 from vit.calibration import Calibration
 from vit.commands.train import train
@@ -25,7 +27,7 @@ from vit.data.stream import ImageFiles
 from vit.files import write_json
 from vit.model_file import SavedModel, save_model
 from vit.pretrained.load import load as load_model
-from vit.reporting.loading import results_folder
+from vit.reporting.loading import load_test, results_folder
 from vit.reporting.model_card import model_card
 from vit.reporting.report import _kept_parts
 from vit.run.folder import written_files
@@ -281,3 +283,18 @@ def test_the_page_of_an_earlier_checkpoint_shows_what_it_attends_to(base, call):
         page = results_folder(load_model(name), None, top="export") / "live.html"
         shown.append({*re.findall(r"details\?run=[^&]*&amp;tag=([^&]+)", page.read_text())})
     assert len(shown[0]) == 2 < len(shown[1])
+
+
+def test_compare_says_once_which_images_models_were_trained_on(trained, base, call):
+    shutil.copytree(trained / "pictures", base / "others/test")
+    shutil.copytree(base / "run", base / "again")
+    ended = call(base / "run", "compare", base / "again", "--data.root", base / "others")
+    assert ended.error.count("44 of the 80 test images are training images, too") == 1
+
+
+def test_classes_are_found_whatever_the_encoding_of_their_names(tmp_path):
+    names = ("é", "b")
+    run = save_untrained(tmp_path / "run", ONE_BLOCK, classes=names, data={"name": "folder"})
+    draw_pictures(tmp_path / "test", 4, [unicodedata.normalize("NFD", "é"), "b "])
+    test = load_test(load_model(run), str(tmp_path))
+    assert (test.classes, test.class_counts()) == (names, [2, 2])

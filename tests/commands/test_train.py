@@ -43,7 +43,6 @@ from vit.commands.train import train
 from vit.config import Config
 from vit.data import datasets
 from vit.data.config import DataConfig
-from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
@@ -66,12 +65,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A finished run, what it printed, and in which order it read images and made steps."""
     run, order = tmp_path_factory.mktemp("finished") / "run", list[str]()
 
-    def watched_open(data: DataConfig, train: bool, *args: Any, **kwargs: Any) -> ImageSet:
+    find = datasets._find_images
+
+    def watched(data: DataConfig, train: bool) -> ImageSet:
         order.append("training images" if train else "test images")
-        return open_images(data, train, *args, **kwargs)
+        return find(data, train)
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(datasets, "open_images", watched_open)
+        patch.setattr(datasets, "_find_images", watched)
         watch_updates(patch, lambda *_: order.append("step"))
         train(small(run))
     return SimpleNamespace(run=run, printed=printed.getvalue(), order=order)

@@ -283,6 +283,13 @@ def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path):
         assert (to_photo(tmp_path / f"several.{suffix}") == 10).all()
 
 
+def test_pages_of_different_sizes_are_no_bands(tmp_path):
+    first, second = Image.new("L", (8, 8)), Image.new("L", (4, 4))
+    first.save(tmp_path / "pyramid.tif", save_all=True, append_images=[second])
+    with pytest.raises(ValueError, match="has pages of different sizes"):
+        to_photo(tmp_path / "pyramid.tif", 2)
+
+
 def test_a_set_that_would_fill_the_memory_is_refused(monkeypatch):
     images = load("shapes", ".", train=False, count=10)
     monkeypatch.setattr("vit.data.images.free_memory", lambda: 100_000)

@@ -179,9 +179,10 @@ def _load_tests(models: Sequence[SavedModel], root: str | None) -> list[ImageSet
             path = first.path if first.path.parent == BUNDLED else saved.path
             config = dataclasses.replace(saved.config, data=data)
             loaded[inputs] = load_test(dataclasses.replace(saved, config=config, path=path), root)
-        places = (Path(place).resolve() for place in (root or data.root, saved.config.data.root))
-        if saved.fingerprint and len({*places}) > 1:
-            report_seen(saved, loaded[inputs])
+            own = saved.config.data
+            places = {Path(place).resolve() for place in (root or data.root, own.root)}
+            if saved.fingerprint and len(places) > 1:
+                report_seen(saved, loaded[inputs])
         tests.append(loaded[inputs])
     return tests
 

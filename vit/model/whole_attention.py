@@ -53,12 +53,17 @@ class Fields(dict[str, Any]):
     """A config whose values constructors read as attributes or as keys."""
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name} is not known in a config; call it {KNOWN}")
+        raise KeyError(self.unknown(name))
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"{name} is not known in a config; call it {KNOWN}")
+            raise AttributeError(self.unknown(name))
         return self[name]
+
+    @staticmethod
+    def unknown(name: str) -> str:
+        """Say what to do about a field that has no value here."""
+        return f"{name} is not known in a config; read it with a default, or call it {KNOWN}"
 
 
 def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
