@@ -827,11 +827,17 @@ def test_a_mask_is_for_attention_over_all_tokens_alone():
 class Renormalized(Plain):
     """The larger weights, divided by their sum."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         q, k, v = self.split(x)
         weights = (q @ k.mT).softmax(dim=-1)
-        weights = weights * (weights > 1 / N)
-        return self.merge(weights / weights.sum(dim=-1, keepdim=True) @ v)
+        weights = weights * (weights > 1 / x.shape[1])
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.merge(weights @ v), weights
+
+
+def test_weights_that_change_after_the_softmax_are_not_taken_for_dropout():
+    rows = {row.property: row.advice for row in check(Renormalized, with_cost=False)}
+    assert "changes its weights after the softmax" in rows["weights are from before dropout"]
 
 
 def test_heads_whose_weights_are_divided_by_their_sum_cannot_be_muted():

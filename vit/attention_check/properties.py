@@ -191,6 +191,11 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch, keeps_tokens: b
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     """Check that dropout acts on the weights, and that those returned are from before it."""
     what = "weights are from before dropout"
+    own = subject.call(tokens)[1] if isinstance(subject, WholeAttention) else None
+    own = seen.weights if own is None or own.shape != seen.weights.shape else own
+    if not torch.allclose(own, seen.weights, atol=CLOSE):
+        advice = "it changes its weights after the softmax; those of the softmax are shown"
+        return Row(what, "remark", "", advice)
     dropping = copy_module(subject).train()
     with torch.no_grad(), Watch() as watch:
         if isinstance(dropping, WholeAttention):  # what the module itself returns

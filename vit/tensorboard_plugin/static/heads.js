@@ -172,7 +172,8 @@ export class HeadsView {
 
   #drawLabels(context, state, inOrder, statistic) {
     const style = getComputedStyle(this.element);
-    const muted = new Set(mutedHeads(state.mute, this.record).map((head) => head.join(".")));
+    const mute = this.record.change?.mute ?? ""; // none where no model was asked
+    const muted = new Set(mutedHeads(mute, this.record).map((head) => head.join(".")));
     context.font = `10px ${style.fontFamily}`;
     context.fillStyle = style.getPropertyValue("--quiet");
     context.textAlign = "center";

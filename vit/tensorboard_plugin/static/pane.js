@@ -366,6 +366,7 @@ export class Pane {
     // What is dark on a sequential scale is transparent, so that the picture keeps its colours.
     const base = state.view === "heads" && !shown.scale.signed ? record.colour : record.grey;
     const colourOf = state.heat === "yes" ? shown.colourOf : null;
+    const isThere = this.isLive && !hasOtherGrid(app.panes[0].record, record);
     this.picture.paint(
       record,
       { colourOf, base },
@@ -373,7 +374,7 @@ export class Pane {
         patch: patchOf(token),
         pinned: scene.pinned,
         pointer: patchOf(pointer),
-        changed: this.isLive ? changedPatches(state.patches, record) : new Map(),
+        changed: isThere ? changedPatches(state.patches, record) : new Map(),
       },
     );
     const view = this.views[state.view];
