@@ -96,8 +96,8 @@ class SavedModel(Classifier):
         """Whether this is a checkpoint of a run of which a later one or the final model exists."""
         if self.path.parent.name != CHECKPOINT_FOLDER:
             return False
-        newest = [path.name for path in checkpoint_paths(self.run)][-1:]
-        return (self.run / MODEL_FILE).exists() or newest != [self.path.name]
+        earlier = [path.name for path in checkpoint_paths(self.run)[:-1]]
+        return (self.run / MODEL_FILE).exists() or self.path.name in earlier
 
     @property
     def name(self) -> str:

@@ -358,7 +358,7 @@ def test_json_output_replaces_only_earlier_output(tmp_path, monkeypatch):
 
 
 def test_a_class_that_is_no_module_is_refused():
-    with pytest.raises(ValueError, match="the class Row is no torch"):
+    with pytest.raises(ValueError, match="the class Row is not a torch"):
         check(Row)
 
 

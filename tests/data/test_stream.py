@@ -196,6 +196,7 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         files.read()
         assert (len(started), files.num_workers) == (4, 1)
+        patch.setattr(torch, "get_num_threads", lambda: 4)
         assert len([*files.split(8)]) == 6 and len(started) == 4 + 3  # this process computes, too
     images = open_images(folder(pictures, workers=2), train=True)
     batches = images.batches(torch.arange(48).view(12, 4))

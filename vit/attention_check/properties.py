@@ -193,25 +193,25 @@ def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     what = "weights are from before dropout"
     own = subject.call(tokens)[1] if isinstance(subject, WholeAttention) else None
     own = seen.weights if own is None or own.shape != seen.weights.shape else own
-    if not torch.allclose(own, seen.weights, atol=CLOSE):
-        advice = "it changes its weights after the softmax; those of the softmax are shown"
-        return Row(what, "remark", "", advice)
+    changes = not torch.allclose(own, seen.weights, atol=CLOSE)
     dropping = copy_module(subject).train()
     with torch.no_grad(), Watch() as watch:
         if isinstance(dropping, WholeAttention):  # what the module itself returns
             output, weights = dropping.call(tokens)
         else:
             output, weights = dropping(tokens, need_weights=True)
-    lost = weights is not None and _share_of_zeros(weights, seen.weights) > 0.01
+    lost = not changes and weights is not None and _share_of_zeros(weights, seen.weights) > 0.01
     are_scores = watch.scores is not None and _share_of_zeros(watch.scores, seen.scores) > 0.01
     if drop and torch.allclose(output, seen.output):
         advice = "it takes dropout, but never applies it, so attn_drop_rate has no effect"
         return Row(what, "remark", "", advice)
     advice = "it returns weights after dropout; those before are shown"
+    if changes:
+        advice = "it changes its weights after the softmax; those of the softmax are shown"
     if are_scores:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
     number = "it returns none, so those of its softmax are shown" if weights is None else ""
-    return judge(what, lost or are_scores, advice, number, is_choice=True)
+    return judge(what, lost or are_scores or changes, advice, number, is_choice=True)
 
 
 def _share_of_zeros(numbers: Tensor, before: Tensor | None) -> float:

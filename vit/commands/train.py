@@ -139,8 +139,8 @@ def say_what_fails(model: ModelConfig) -> None:
     if model.name != "vit" or not is_edited(model.attention):
         return
     rows = check(attention_of(model.attention), with_cost=False)
-    failed = [row.property for row in rows if row.result == "failed"]
-    failed = [name for name in failed if name != "can be called"]  # the run has called it
+    called = "can be called"  # which it can, as the run has called it
+    failed = [r.property for r in rows if r.result == "failed" and r.property != called]
     if failed:
         hint = f"{program('eval')} {argument(model.attention)} check"
         say(f"attention fails: {', '.join(failed)}; see {hint}")
@@ -168,7 +168,11 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
         same_files = checkpoint.fingerprint in ("", training.fingerprint)  # "" in old checkpoints
         if started != (*training.classes, len(training)) or not same_files:
             skips = same_files and data.on_bad_image == "skip"
-            change = "can be read or not unlike then" if skips else "were added, deleted or renamed"
+            change = (
+                "cannot be read that could be then, or the reverse"
+                if skips
+                else "were added, deleted or renamed"
+            )
             raise ValueError(
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
                 f"images of the classes {join(checkpoint.classes)} with which the run in "

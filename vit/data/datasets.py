@@ -215,7 +215,10 @@ def split_training(data: DataConfig, seed: int) -> tuple[ImageSet, ImageSet]:
     training, held = images.divide(images.held.nonzero().squeeze(1))
     if images.fingerprint and min(training.class_counts()) == 0:
         described = describe_counts(training.classes, training.class_counts())
-        raise ValueError(f"data.root: a class in {data.root} is only held out ({described})")
+        raise ValueError(
+            f"data.root: a class in {data.root} has no training image that can be read and is not "
+            f"held out ({described})"
+        )
     if size is None:
         return training, held
     allowed = f"at most {len(training)}, the number of training images"

@@ -84,6 +84,11 @@ def _digest(file: ImageFile, stat: tuple[int, int], count: int | None) -> object
         return file
 
 
+def _require_readable(problems: dict[int, str]) -> None:
+    for problem in problems.values():
+        raise ValueError(f"{problem}; {UNREADABLE}")
+
+
 def _decode_files(files: Sequence[ImageFile], preprocess: Preprocess) -> Decoded:
     """Return images (B, C, H, W) uint8, and the problems of unreadable ones by their position."""
     shape = (len(files), preprocess.channels, *preprocess.image_size)
@@ -177,10 +182,10 @@ class ImageFiles:
     def split(self, size: int) -> Iterator[Tensor]:
         """Decode all images, at most `size` at a time: (n, C, H, W) uint8, on the device.
 
-        All cores decode: this is for evaluation, while the other processes of a run wait.
+        On as many cores as torch has threads: all of them while the other processes of a run wait.
         """
-        tasks = torch.arange(len(self)).split(size)
-        return self.batches(tasks, self.workers_on(usable_cores() - 1))
+        count = max(self.num_workers, self.workers_on(torch.get_num_threads() - 1))
+        return self.batches(torch.arange(len(self)).split(size), count)
 
     def batches(
         self, batches: Iterable[Tensor], num_workers: int | None = None
@@ -189,8 +194,7 @@ class ImageFiles:
         tasks = [batch.tolist() for batch in batches]
         count = self.num_workers if num_workers is None else num_workers
         for pixels, problems in self._decode(tasks, count):
-            if problems:
-                raise ValueError(f"{problems[min(problems)]}; {UNREADABLE}")
+            _require_readable(problems)
             images = torch.from_numpy(pixels)
             is_cuda = self.device.type == "cuda"
             if is_cuda:
@@ -201,8 +205,7 @@ class ImageFiles:
         """Decode all images into one tensor (N, C, H, W) uint8 on the device."""
         pixels = torch.empty(self.shape, dtype=torch.uint8)
         for start, images, problems in self.decode_all("reading images", waits=True):
-            if problems:
-                raise ValueError(f"{problems[min(problems)]}; {UNREADABLE}")
+            _require_readable(problems)
             pixels[start : start + len(images)] = images
         return pixels.to(self.device)
 

@@ -33,7 +33,7 @@ def is_required(parameter: inspect.Parameter) -> bool:
 def with_all_arguments(attention: Attention) -> Attention:
     """Return an attention; a function of a head without a mask or dropout is wrapped."""
     if isinstance(attention, type) and not issubclass(attention, nn.Module):
-        raise ValueError(f"attention: the class {attention.__name__} is no torch.nn.Module")
+        raise ValueError(f"attention: the class {attention.__name__} is not a torch.nn.Module")
     if isinstance(attention, type | FewerArguments):
         return attention
     if isinstance(attention, nn.Module):

@@ -25,8 +25,8 @@ def uses_fused_kernel(
     attention: Callable[..., Any], device: torch.device, dtype: torch.dtype, trains_bias: bool
 ) -> bool:
     """Return whether the kernel computes what a function does for such queries, and faster."""
-    # On a CPU, the kernel's backward pass takes several times as long in bfloat16, and a bias that
-    # is trained makes torch compute each product of the kernel by itself.
+    # On a CPU, the kernel's backward pass takes several times as long in bfloat16, and with a bias
+    # that is trained, torch falls back from the kernel to separate products.
     faster = device.type != "cpu" or (dtype == torch.float32 and not trains_bias)
     softmax = getattr(attention, "__globals__", {}).get("masked_softmax")
     return faster and is_released(attention, softmax)

@@ -62,16 +62,17 @@ class ReadSoftmax(TorchFunctionMode):
         """Return the mask of scores (..., N, N), in their shape."""
         if self.mask is None or scores.shape[-2:] != self.size[2:]:
             return None
-        mask = self.mask.expand(self.size)
+        mask, first = self.mask.expand(self.size), len(self.heads)
+        if self._is_part(scores):
+            return mask[:, first : first + scores.shape[1]]
         whole = scores.numel() == mask.numel()
-        if not whole and self._is_part(scores):
-            return mask[:, len(self.heads) :][:, : scores.shape[1]]
         return mask.reshape(scores.shape) if whole else self._single(mask, scores.ndim)
 
     def _is_part(self, scores: Tensor) -> bool:
         """Tell whether scores or weights are those of some heads: (B, n, N, N) with n < H."""
-        images, heads = self.size[:2]
-        return scores.ndim == 4 and scores.shape[0] == images and scores.shape[1] < heads
+        images, heads, *tokens = self.size
+        is_part = scores.ndim == 4 and scores.shape[1] < heads
+        return is_part and scores[:, 0].shape == (images, *tokens)
 
     def _single(self, whole: Tensor, ndim: int) -> Tensor:
         """Return the part of (B, H, N, N) that belongs to the next single head."""

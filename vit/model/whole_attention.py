@@ -217,8 +217,8 @@ class WholeAttention(nn.Module):
         """Apply the module, as `MultiHeadSelfAttention.forward`.
 
         Raises:
-            ValueError: The output has another shape than x, or there are no weights to return, or
-                no softmax to which a mask or gates could be applied.
+            ValueError: The output has another shape than x, there are no weights to return, or a
+                mask or gates cannot be applied.
         """
         if not (need_weights or self.is_gated) and mask is None:
             return self.call(x, grid=grid)[0]
@@ -258,10 +258,7 @@ class WholeAttention(nn.Module):
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
             if read.other is not None:
-                hint = (
-                    f"its softmax has the shape {[*read.other]} instead of {[*size]}; if queries "
-                )
-                hint += "and keys are (B, H, N, d), return the weights too: return output, weights"
+                hint = f"its softmax has the shape {[*read.other]} instead of {[*size]}; {hint}"
             raise ValueError(f"attention: {self.problem}; {hint}")
         return output * (self.gates.amax(dim=0) > 0), weights
 
@@ -296,7 +293,8 @@ class WholeAttention(nn.Module):
 
         With `mute`, all heads are muted, which fails if the output is not finite.
         """
-        tokens = torch.zeros(2, self.num_prefix_tokens + math.prod(grid), dim)
+        # Not zeros, which some modules divide by.
+        tokens = torch.linspace(-1, 1, dim).repeat(2, self.num_prefix_tokens + math.prod(grid), 1)
         size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
         # The user's code may store what it computes, in the copy; the first call makes lazy layers.
         lazy = any(isinstance(p, UninitializedParameter) for p in self.module.parameters())

@@ -209,7 +209,7 @@ def report_seen(saved: SavedModel, test: ImageSet) -> None:
         config = dataclasses.replace(saved.config, data=data)
         listed = dataclasses.replace(saved, config=config)
         training = load_split(listed, None, download=False)[0]
-        if training.fingerprint:  # else nothing of it can be compared with files
+        if training.fingerprint and test.fingerprint:  # only files can be compared
             report_copies([training, test])
 
 

@@ -86,9 +86,10 @@ def write_report(
 
 
 def _digest(classifier: Classifier, images: ImageSet, logits: Tensor) -> str:
-    """Identify a model with its calibration, test images, and the views of them."""
+    """Identify a model with its calibration, its test images, and the views of them."""
     views = 6 if classifier.shift else classifier.flip
-    predicted = logits.argmax(dim=1).tolist()  # also tells images that changed in their files
+    # Files of the same names may be of other images.
+    predicted = logits.argmax(dim=1).tolist() if images.fingerprint else None
     about = images.fingerprint, images.labels.tolist(), predicted, views, classifier.calibration
     return weights_digest(classifier.model, repr(about))
 

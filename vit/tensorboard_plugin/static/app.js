@@ -159,7 +159,7 @@ export class App {
     const image2 = this.secondImage();
     const wanted = state.run2 && this.#wanted(state.run2, image2, otherStep, problems);
     const second = wanted && { ...wanted, beside: first };
-    if (second) state.step2 ??= second.at?.step ?? null;
+    if (second) state.step2 = otherStep ?? second.at?.step ?? null;
     this.main.classList.toggle("two", Boolean(second));
     this.panes[1].element.hidden = !second;
     this.chooser.render(images, this.photo ? { ...state, image: null } : state);
@@ -411,7 +411,7 @@ export class App {
   }
 
   moveStep(by) {
-    const [{ steps, slider }] = this.panes; // the slider is at the step that is wanted
+    const [{ steps, slider }] = this.panes;
     return this.chooseStep("a", steps[Number(slider.value) + by]);
   }
 

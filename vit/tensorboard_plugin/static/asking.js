@@ -3,7 +3,7 @@
 import { Cache, fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
 import { changedPatches, changedPixels, mutedHeads } from "./edits.js";
 import { LiveModel, aborted } from "./live.js";
-import { Weights, bestOf, range, readToken } from "./maths.js";
+import { Weights, bestOf, range, readRollout } from "./maths.js";
 import { prepare } from "./photo.js";
 import { canvasesOf } from "./raster.js";
 
@@ -160,10 +160,10 @@ function without(weights, removed, tokens) {
 
 /** Return attention rollout as a map; the other kinds need gradients. */
 function rolloutOf(record, weights) {
-  const { details, prefix, layers } = record;
+  const { details } = record;
   const logged = details.maps.find((map) => map.kind === "rollout");
   if (details.readout === null || !logged) return [];
-  const values = [...weights.rollouts(readToken(record), "to")[layers - 1].slice(prefix.length)];
+  const values = [...readRollout(record, weights)];
   return [{ ...logged, title: "attention rollout", values }]; // without options of the logged one
 }
 
@@ -176,7 +176,8 @@ function rolloutOf(record, weights) {
  * @returns {Promise<object>} See `LiveModel.classify`.
  */
 export async function classify(app, pixels = null, options = {}) {
-  const { step = app.panes[0].logged?.step, mute = [], hide = [], fill = "out", ...unknown } = options;
+  const { step = app.panes[0].chosenStep(), mute = [], hide = [], ...others } = options;
+  const { fill = "out", ...unknown } = others;
   const [name] = Object.keys(unknown);
   if (name) throw new Error(`There is no option ${name}; those are step, mute, hide and fill.`);
   if (!ALONE.includes(fill)) throw new Error(`fill must be one of ${ALONE.join(", ")}.`);

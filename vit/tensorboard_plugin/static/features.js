@@ -12,7 +12,7 @@ const SPREAD = 2.5; // standard deviations at the ends of a colour
 const [SMALLEST, LARGEST] = [32, 128]; // sides of a map
 const [LABEL, GAP] = [60, 12]; // width of the names of layers, and between maps
 const NOT_LOGGED =
-  "No features of this image were logged. vit-eval RUN maps logs those of a finished run, add_attention those of tokens=.";
+  "No features of this image were logged. vit-eval RUN maps logs those of a finished run, add_attention with tokens=.";
 const OWN =
   "No patches of the same images are shown, so each run has components of its own: do not compare colours.";
 const CHANGED = "After a change, features are not computed again; Reset shows the logged ones.";

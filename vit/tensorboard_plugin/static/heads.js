@@ -2,7 +2,6 @@
 
 import { make, write } from "./dom.js";
 import { digits, middleOf, range, sortedHeads } from "./maths.js";
-import { mutedHeads } from "./edits.js";
 import { gridOfOffsets } from "./offsets.js";
 import { MARK, Raster, crossOut, resize } from "./raster.js";
 import { describeImages, valuesOf } from "./scene.js";
@@ -172,8 +171,6 @@ export class HeadsView {
 
   #drawLabels(context, state, inOrder, statistic) {
     const style = getComputedStyle(this.element);
-    const mute = this.record.change?.mute ?? ""; // none where no model was asked
-    const muted = new Set(mutedHeads(mute, this.record).map((head) => head.join(".")));
     context.font = `10px ${style.fontFamily}`;
     context.fillStyle = style.getPropertyValue("--quiet");
     context.textAlign = "center";
@@ -189,7 +186,7 @@ export class HeadsView {
         context.fillText(`L${layer}`, 2, top + this.cellHeight / 2 + 4);
         context.textAlign = "center";
       }
-      if (muted.has(`${layer}.${head}`))
+      if (!FUSED.includes(head) && !this.record.weights.heard[layer].includes(head))
         crossOut(context, [left, top, this.cellWidth, this.cellHeight], 2);
       if (layer === state.layer && head === state.head) {
         context.strokeStyle = style.getPropertyValue("--accent");

@@ -154,6 +154,10 @@ export class Weights {
 export const readToken = ({ details, prefix }) =>
   details.readout === "class_token" && prefix.length ? 0 : MEAN;
 
+/** Return rollout of what the classifier reads, for each patch. */
+export const readRollout = (record, weights = record.weights) =>
+  weights.rollouts(readToken(record), "to")[record.layers - 1].slice(record.prefix.length);
+
 /** Return a token's name, the same in all runs: "ROW, COLUMN" of a patch, or of a prefix token. */
 export function tokenName(token, { prefix, columns }) {
   if (token === MEAN) return "mean of patches";

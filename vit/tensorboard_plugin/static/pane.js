@@ -28,6 +28,7 @@ export class Pane {
   isLive = false;
   liveNote = "";
   images = []; // of the run, as listed by the server
+  steps = []; // of the image
   compared = []; // {record, features} of this image and of the second one
   averaged = []; // records whose attention by offset is shown
   #turn = 0;
@@ -240,6 +241,11 @@ export class Pane {
     this.slider.setAttribute("aria-valuetext", text);
   }
 
+  /** Return the step that is wanted, or the nearest that exists. */
+  chosenStep() {
+    return this.steps[Number(this.slider.value)];
+  }
+
   /** Arrange everything for the record and the size of the window, then paint. */
   layout() {
     const { record, app } = this;
@@ -378,7 +384,7 @@ export class Pane {
       },
     );
     const view = this.views[state.view];
-    if (state.view === "heads" && scene.attention) view.paint(scene.attention, token, scales);
+    if (scene.attention) view.paint(scene.attention, token, scales);
     if (state.view === "maps") view.paint(record, patchOf(pointer ?? token), scales);
     if (state.view === "features") view.paint(scene.similar, patchOf(token), scales.similarity);
     if (state.view === "lens" && record.details.lens)

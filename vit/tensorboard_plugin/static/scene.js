@@ -27,14 +27,15 @@ export function onScale(record, { state, attention, similar, values }) {
       kind: map.signed ? "signedMaps" : "maps",
       ...endsOf(map.values),
     }));
-  if (state.view !== "heads" || !attention) return [];
+  if (!attention) return [];
   // Rollout is on the scale of the heads from which it follows: its residual connections would
   // dwarf them.
   const { signed, removed } = record.weights;
   const isThere = (_, token) => token >= record.prefix.length && !removed.has(token);
   const ofHeads = attention.heads.flat().map((head) => ({ kind: "weights", ...endsOf(head) }));
   const large = state.direction === "offset" ? values : values.filter(isThere);
-  return [...ofHeads, { kind: "large", ...endsOf(large) }].map((one) => ({ ...one, signed }));
+  const ends = endsOf(large.length ? large : [0]); // all patches may be removed
+  return [...ofHeads, { kind: "large", ...ends }].map((one) => ({ ...one, signed }));
 }
 
 /** Return a map of `Weights.of`, (N,). */

@@ -145,7 +145,8 @@ export class Toolbar {
     const chosen2 = second === state.image ? state.image2 : second;
     offer(this.image2, [["", "the same"], ...others], chosen2);
     this.heat.checked = state.heat === "yes";
-    const shown = app.panes.map((pane) => pane.record).filter(Boolean);
+    const panes = app.panes.filter(({ record, element }) => record && !element.hidden);
+    const shown = panes.map((pane) => pane.record);
     const record = shown.find((one) => targetsOf(one).length) ?? shown[0];
     if (!record) return;
     const targets = targetsOf(record).map((target) => [String(target), record.className(target)]);

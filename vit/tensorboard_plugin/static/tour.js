@@ -6,7 +6,7 @@ import { fillPatches } from "./edits.js";
 import { readAddress } from "./host.js";
 import { mapsOf } from "./kinds.js";
 import { lensOf } from "./lens.js";
-import { MEAN, bestOf, digits, indexOfLargest, percent, readToken, tokenName } from "./maths.js";
+import { MEAN, bestOf, digits, indexOfLargest, percent, readRollout, tokenName } from "./maths.js";
 import { parseState } from "./state.js";
 import * as de from "./tour_de.js";
 import * as en from "./tour_en.js";
@@ -53,7 +53,7 @@ function showHeads(record) {
 }
 
 function showRollout(record) {
-  const values = rolloutOf(record);
+  const values = readRollout(record);
   const best = indexOfLargest(values);
   const mean = values.reduce((sum, value) => sum + value) / values.length;
   return [{}, { patch: nameOf(best, record), value: digits(values[best] / mean) }];
@@ -68,7 +68,7 @@ function showLens(record) {
 
 function hidePatches(record) {
   const relevance = mapsOf(record, null).find((map) => map.kind === "lrp");
-  const values = relevance?.values ?? rolloutOf(record);
+  const values = relevance?.values ?? readRollout(record);
   const count = Math.ceil(HIDDEN * values.length);
   const fills = bestOf(values, count).map((patch) => [patch, "mean"]);
   const patches = fillPatches("", fills);
@@ -85,16 +85,10 @@ function answerOf({ details, className }) {
   return { best: className(index), probability: percent(probability) };
 }
 
-/** Return rollout of what the classifier reads, for each patch. */
-function rolloutOf(record) {
-  const { weights, layers, prefix } = record;
-  return weights.rollouts(readToken(record), "to")[layers - 1].slice(prefix.length);
-}
-
 /** Return how the patch that rollout finds looks at one other patch, sharpest head first. */
 function looksOf(record) {
   const { weights, prefix, tokens } = record;
-  const from = indexOfLargest(rolloutOf(record));
+  const from = indexOfLargest(readRollout(record));
   const { heads } = weights.of(prefix.length + from, "to");
   const look = (values, layer, head) => {
     const others = values.slice(prefix.length);
