@@ -354,6 +354,17 @@ def test_two_runs_side_by_side_are_linked(page, address, logs):
     expect(frame.get_by_text("These are different images.")).to_be_visible()
 
 
+def test_the_nearest_step_is_shown_and_keys_pressed_at_once_all_count(page, address):
+    frame = show(page, address, run="square", step=STEPS[-1] + 1000)
+    wait_until(frame, "step", STEPS[-1])
+    with page.expect_download() as download:
+        frame.get_by_role("button", name="JSON").click()
+    assert download.value.suggested_filename.endswith(f"_step_{STEPS[-1]}.json")
+    for _ in STEPS[1:]:
+        page.keyboard.press("[")
+    wait_until(frame, "step", STEPS[0])
+
+
 def test_a_step_written_meanwhile_appears_and_the_patch_stays(page, address, logs):
     frame = show(page, address, run="other", layer=2, head=0)
     page.mouse.click(*patch_at(frame, 6, 4))
