@@ -1,5 +1,6 @@
 """The report: its mistakes and its folder; comparisons of untrained models."""
 
+import copy
 import json
 import re
 import shutil
@@ -24,6 +25,7 @@ from vit.data.images import ImageSet
 from vit.evaluation import evaluate
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
+from vit.files import write_json
 from vit.model.config import ModelConfig
 from vit.pretrained.load import load as load_model
 from vit.reporting.report import (
@@ -96,6 +98,19 @@ def test_a_folder_with_a_part_of_a_report_takes_the_next_one(mistakes, tmp_path,
         write_report(*mistakes, tmp_path, step=1)
     assert any(tmp_path.glob("events.out.tfevents.*"))
     require_own_report(tmp_path)  # raises nothing
+
+
+@torch.no_grad()
+def test_a_report_of_images_that_changed_in_their_files_keeps_no_part(mistakes, tmp_path):
+    classifier, images = copy.deepcopy(mistakes[0]), replace(mistakes[1], fingerprint="of names")
+    changed = replace(images, images=torch.zeros_like(images.images))
+    both = torch.cat([images.images, changed.images])
+    # So that the predictions differ.
+    classifier.model.get_classifier().bias -= classifier.logits(both).mean(dim=0)
+    result = write_report(classifier, images, tmp_path, 1)
+    write_json(tmp_path / "report.json", result | {"corruptions": {"mean": 0.5}})
+    assert "corruptions" in write_report(classifier, images, tmp_path, 1)
+    assert "corruptions" not in write_report(classifier, changed, tmp_path, 1)
 
 
 # Comparisons.
