@@ -93,7 +93,7 @@ class SavedModel(Classifier):
 
     @property
     def superseded(self) -> bool:
-        """Whether this is a checkpoint of a run of which a later one or the final model exists."""
+        """Whether this is a checkpoint that a later one or the final model has replaced."""
         if self.path.parent.name != CHECKPOINT_FOLDER:
             return False
         earlier = [path.name for path in checkpoint_paths(self.run)[:-1]]

@@ -68,10 +68,8 @@ def check(attention: Attention, with_cost: bool = True) -> list[Row]:
     except Exception as error:  # whatever their code raises
         reason = f"{type(error).__name__}: {shorten(error, 300)} ({place_of(error, attention)})"
         if not is_whole(attention):
-            reason += (
-                "; called with query, key, value, mask and dropout (a module), it must return "
-            )
-            reason += "the output and the attention weights"
+            reason += "; called with query, key, value, mask and dropout (a module), it must "
+            reason += "return the output and the attention weights"
         reason += f"; tried with {N} tokens of width {D}"
         rows.append(Row("can be called", "failed", "", reason))
     return rows

@@ -23,6 +23,7 @@ from vit.model.config import ModelConfig
 from vit.model_file import BUNDLED, SavedModel
 from vit.reporting.corruptions import compare_corrupted
 from vit.reporting.loading import (
+    data_of,
     load_run,
     load_test,
     report_seen,
@@ -179,9 +180,7 @@ def _load_tests(models: Sequence[SavedModel], root: str | None) -> list[ImageSet
             path = first.path if first.path.parent == BUNDLED else saved.path
             config = dataclasses.replace(saved.config, data=data)
             loaded[inputs] = load_test(dataclasses.replace(saved, config=config, path=path), root)
-            own = saved.config.data
-            places = {Path(place).resolve() for place in (root or data.root, own.root)}
-            if saved.fingerprint and len(places) > 1:
+            if saved.fingerprint and not data_of(saved, root or data.root)[1]:
                 report_seen(saved, loaded[inputs])
         tests.append(loaded[inputs])
     return tests

@@ -167,16 +167,13 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
         started = (*checkpoint.classes, checkpoint.num_images)
         same_files = checkpoint.fingerprint in ("", training.fingerprint)  # "" in old checkpoints
         if started != (*training.classes, len(training)) or not same_files:
-            skips = same_files and data.on_bad_image == "skip"
-            change = (
-                "cannot be read that could be then, or the reverse"
-                if skips
-                else "were added, deleted or renamed"
-            )
+            change = "files were added, deleted or renamed"
+            if same_files and data.on_bad_image == "skip":
+                change = "files that could be read then cannot be read now, or vice versa"
             raise ValueError(
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
                 f"images of the classes {join(checkpoint.classes)} with which the run in "
-                f"{config.out} was started: files {change}; restore them, point --data.root at "
+                f"{config.out} was started: {change}; restore them, point --data.root at "
                 "them, or train in another folder with --out"
             )
     return training.to(run.device), held_out.to(run.device)

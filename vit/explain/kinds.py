@@ -71,9 +71,7 @@ ALL_KINDS = {  # those that take many passes come last
         "layer-wise relevance of pixels", "maps:relevance_of_pixels", "pixels", "mean",
         signed=True, photos=True,
     ),
-    "occlusion": MapKind(
-        "occlusion", "references:occlusion", "passes", "mean", signed=True
-    ),
+    "occlusion": MapKind("occlusion", "references:occlusion", "passes", "mean", signed=True),
     "integrated_gradients": MapKind(
         "integrated gradients", "references:integrated_gradients_of_patches", "passes", "mean",
         signed=True,

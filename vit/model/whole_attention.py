@@ -199,7 +199,7 @@ class WholeAttention(nn.Module):
         read = self._try(dim, grid)
         several = read is not None and read.surplus  # for a head, which therefore cannot be muted
         count = "several softmaxes for each head" if several else "no softmax over the tokens"
-        self.problem = f"{name} computes {count}"  # if `has_softmax` is False
+        self.problem = f"{name} computes {count}"  # if `can_mute` is False
         reads = all(one is None or one.weights is not None for one in (other, read))
         self.has_softmax = reads and not several
         self.can_mute = self.has_softmax and self._try(dim, grid, mute=True) is not None

@@ -36,7 +36,7 @@ function address(app) {
   return addressOf(stateParameters(shownBy(app)));
 }
 
-/** Return the state with the nearest steps that exist to those that it names. */
+/** Return the state with the steps that are shown: the nearest to those that it names. */
 function shownBy({ state, panes }) {
   const [step = state.step, step2 = state.step2] = panes.map((pane) => pane.chosenStep());
   return { ...state, step, step2: state.run2 ? step2 : state.step2 };
