@@ -42,7 +42,7 @@ from vit.training.step import TrainingStep
 from vit.training.teacher import load_teacher
 
 BATCH_NORM_FRACTION = 0.1  # of a run, over which batch norm averages its statistics, at most
-TRAINING_FRACTION = 0.97  # of a time budget; the rest is for what follows the last step
+TRAINING_FRACTION = 0.99  # of a time budget; the rest is for checkpoints and changes of speed
 EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
@@ -122,7 +122,7 @@ def _finish_step(
 
 
 def deadline(config: Config) -> float | None:
-    """Return the seconds of training after which the last step should end; None if at any time."""
+    """Return the seconds of training after which a run should end; None if at any time."""
     if config.train.budget_minutes is None:
         return None
     return TRAINING_FRACTION * 60 * config.train.budget_minutes

@@ -54,7 +54,9 @@ class Loop:
     # Step and seconds at which the length of the run was chosen last. A resumed run compiles first,
     # so its next tenth says nothing.
     _chosen: tuple[int, float] | None = None
-    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # in seconds
+    # Seconds of each evaluator: all of them, and those of the last time.
+    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _last: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Train to the end, saving a checkpoint after each epoch.
@@ -154,7 +156,8 @@ class Loop:
             return
         first, began = chosen
         expected = (step - first) * length.seconds(length.done(first), done)
-        left = (self.deadline - now) / length.seconds(done, 1) * expected / (now - began)
+        left = self.deadline - now - sum(self._last.values())  # each runs after the last step
+        left = left / length.seconds(done, 1) * expected / (now - began)
         length.change(step, self.step.world.agree(step + int(min(max(1, left), MOST_STEPS))))
         bar.total = length.total_steps
 
@@ -215,7 +218,8 @@ class Loop:
                     numbers[tag] = float(value)
         except OSError as error:  # a full disk must not end the run
             warn(f"{evaluator.name} at step {step} is incomplete: {error}")
-        self._spent[evaluator.name] += time.perf_counter() - begin
+        self._last[evaluator.name] = time.perf_counter() - begin
+        self._spent[evaluator.name] += self._last[evaluator.name]
         return numbers
 
     def _save(self) -> None:
