@@ -44,6 +44,7 @@ class Mine(nn.Module):
         heads = self.dropout(weights) @ v
         return self.out(heads.transpose(1, 2).reshape(B, N, D)), weights
 """
+END = RIGHT[RIGHT.index("weights = ") :]
 SPLIT = ".view(B, N, self.num_heads, self.d).transpose(1, 2)"
 MASK = "if mask is not None:\n            scores = scores.masked_fill(mask == 0, -1e9)"
 # Old code, new code, the row that reports it, words of its advice.
@@ -128,9 +129,10 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "shapes", "the weights must be [3, 2, 10, 10]",
     ),
     "heads before images": (
-        "weights = torch.softmax(scores, dim=-1)",
-        "weights = torch.softmax(scores.transpose(0, 1).flatten(0, 1), dim=-1)\n"
-        "        weights = weights.view(self.num_heads, B, N, N).transpose(0, 1)",
+        END,
+        END.replace("torch.softmax(scores, dim=-1)", "torch.sigmoid(scores)").replace(
+            "), weights", "), weights.transpose(0, 1).flatten(0, 1)"
+        ),
         "shapes", "all images of one head",
     ),
     "mask of another shape": ("mask == 0", "mask[:, :, 0, 0, 0] == 0", "mask", "IndexError"),
@@ -167,6 +169,11 @@ def test_each_planted_fault_is_reported_in_its_row(fault, tmp_path):
     ("super().__init__()", "super().__init__()\n        self.out = nn.Linear(dim, dim)"),
     (SPLIT, ".view(B, N, self.d, self.num_heads).permute(0, 3, 1, 2)"),
     (
+        "weights = torch.softmax(scores, dim=-1)",
+        "weights = torch.softmax(scores.transpose(0, 1).flatten(0, 1), dim=-1)\n"
+        "        weights = weights.view(self.num_heads, B, N, N).transpose(0, 1)",
+    ),
+    (
         f"{MASK}\n        weights = torch.softmax(scores, dim=-1)",
         "weights = torch.softmax(scores, dim=-1)\n        if mask is not None:\n"
         "            weights = weights * mask\n"
@@ -174,7 +181,7 @@ def test_each_planted_fault_is_reported_in_its_row(fault, tmp_path):
     ),
 ])  # fmt: skip
 def test_equivalent_implementations_pass(old, new, tmp_path):
-    """Zeros at the start, layers in another order, interleaved heads, and weights masked alike."""
+    """Zeros at the start, other orders of layers and heads, and weights masked alike."""
     results = {row.result for row in check(define(tmp_path, RIGHT.replace(old, new)))}
     assert old in RIGHT and results <= {"passed", "unknown"}
 

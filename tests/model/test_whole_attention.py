@@ -70,7 +70,7 @@ class HeadsFirst(Plain):
         q, k, v = (
             torch.cat(part.chunk(self.heads, dim=-1)) for part in self.qkv(x).chunk(3, dim=-1)
         )
-        weights = F.softmax(q @ k.transpose(-2, -1), dim=-1)
+        weights = F.softmax(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, dim=-1)
         return self.out(torch.cat((weights @ v).chunk(self.heads), dim=-1))
 
 
@@ -78,7 +78,7 @@ def tokens() -> Tensor:
     return torch.randn(B, N, D, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[Plain, Fused, nn.MultiheadAttention])
+@pytest.fixture(params=[Plain, Fused, HeadsFirst, nn.MultiheadAttention])
 def pair(request: pytest.FixtureRequest) -> tuple[WholeAttention, Plain]:
     """A module in its place, and the plain one with the same weights, to compare with."""
     placed, own = WholeAttention(request.param, D, 3, GRID, 1).eval(), Plain(D, 3)
@@ -405,6 +405,11 @@ class Infinite(Plain):
         self.mask = nn.Parameter(mask, requires_grad=False)
 
 
+class AcrossImages(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.mean(dim=0))
+
+
 class Backwards(Plain):
     """Of which the first token sees only itself."""
 
@@ -415,7 +420,7 @@ class Backwards(Plain):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (HeadsFirst, "of one image that depend on another"),
+        (AcrossImages, "of one image that depend on another"),
         (Forgotten, "tensors that are neither parameters"),
         (Late, "it makes parameters outside of"),
         (Backwards, r"class token sees only itself, .* --model\.class_token"),

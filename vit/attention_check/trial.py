@@ -42,7 +42,7 @@ def check_attention(
     if whole:
         refuse_options(variant, vars(model), "model.")
     drops = not isinstance(variant, FewerArguments) or not model.attn_drop_rate
-    check(model, "attn_drop_rate", drops, f"0 with {name}, which takes no dropout")
+    check(model, "attn_drop_rate", drops, f"0 with {name}, which takes no dropout module")
     adds = model.rel_pos != "bias" or getattr(variant, "mask_name", "") is not None
     check(model, "rel_pos", adds, f"none, rope or relative with {name}, which takes no mask")
     draw = generator(0, "attention")
@@ -149,8 +149,8 @@ def _check_whole(module: WholeAttention, first: Tensor, second: Tensor, grid: Gr
     _, both = module(torch.cat([first, second]), need_weights=True, grid=grid)
     if not torch.allclose(both[:1], alone, atol=1e-4):
         raise ValueError(
-            "attention weights of one image that depend on another: its softmax must be over "
-            "(B, H, N, N) or (B·H, N, N), all heads of the first image first"
+            "attention weights of one image that depend on another: tokens are "
+            "(batch, tokens, width), so attend along dim 1; torch's modules need batch_first=True"
         )
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from vit.model.arguments import Attention
 from vit.model.attention import MultiHeadSelfAttention
-from vit.model.read_softmax import SOFTMAXES
+from vit.model.read_softmax import SOFTMAXES, by_image
 from vit.model.whole_attention import HEADS, WholeAttention, is_whole, takes
 
 B, N, D, H = 3, 10, 64, 2  # all different, so that no axis is taken for another
@@ -97,6 +97,8 @@ class Watch(TorchFunctionMode):
         """Attend to tokens (B, N, D) with a `Subject` and return what was seen."""
         with torch.no_grad(), cls(**changes) as watch:
             watch.output, watch.weights = subject(tokens, mask, need_weights=True)
+        if watch.scores is not None and getattr(subject, "heads_first", False):
+            watch.scores = by_image(watch.scores, (B, watch.scores.shape[1], N, N), True)
         return watch
 
     def by_head(self, heads: int) -> dict[tuple[int, int], Tensor]:

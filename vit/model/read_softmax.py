@@ -16,6 +16,14 @@ from vit.model.attention import masked_softmax
 SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
 
 
+def by_image(weights: Tensor, size: tuple[int, ...], heads_first: bool) -> Tensor:
+    """Return a softmax of all heads as (B, H, N, N), its `size`."""
+    images, heads, *tokens = size
+    if heads_first:
+        return weights.reshape(heads, images, *tokens).transpose(0, 1)
+    return weights.view(size)
+
+
 class ReadSoftmax(TorchFunctionMode):
     """A context in which the softmax of one attention is read, masked, and scaled by gates.
 
@@ -24,15 +32,18 @@ class ReadSoftmax(TorchFunctionMode):
         mask: Boolean, broadcastable to them; None if the module applies its own.
         gates: (H,), by which the weights of each head are multiplied after they are read.
         given: (B, H, N, N) of an earlier call, which the softmaxes of single heads return.
+        heads_first: Whether a softmax of all heads has (H·B, N, N), not (B·H, N, N).
 
     A module may have a softmax for each head, (B, N, N), or for each head of each image, (N, N).
     """
 
     def __init__(
-        self, size: tuple[int, ...], mask: Tensor | None, gates: Tensor, given: Tensor | None = None
-    ) -> None:
+        self, size: tuple[int, ...], mask: Tensor | None, gates: Tensor,
+        given: Tensor | None = None, heads_first: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.size, self.mask, self.gates, self.given = size, mask, gates, given
+        self.heads_first = heads_first
         self.weights: Tensor | None = None  # (B, H, N, N)
         self.softmaxes = 0  # of all heads at once
         self.heads: list[Tensor] = []  # of single heads, (B, N, N) or (N, N) each
@@ -66,7 +77,11 @@ class ReadSoftmax(TorchFunctionMode):
         if self._is_part(scores):
             return mask[:, first : first + scores.shape[1]]
         whole = scores.numel() == mask.numel()
-        return mask.reshape(scores.shape) if whole else self._single(mask, scores.ndim)
+        return self._in_order(mask, scores) if whole else self._single(mask, scores.ndim)
+
+    def _in_order(self, whole: Tensor, result: Tensor) -> Tensor:
+        """Return (B, H, N, N) in the shape and order of a softmax of all heads."""
+        return (whole.transpose(0, 1) if self.heads_first else whole).reshape(result.shape)
 
     def _is_part(self, scores: Tensor) -> bool:
         """Tell whether scores or weights are those of some heads: (B, n, N, N) with n < H."""
@@ -82,8 +97,8 @@ class ReadSoftmax(TorchFunctionMode):
     def _gated(self, weights: Tensor) -> Tensor:
         if weights.numel() == math.prod(self.size):
             self.softmaxes += 1
-            self.weights = weights.view(self.size)
-            return (self.weights * self.gates[:, None, None]).view(weights.shape)
+            self.weights = by_image(weights, self.size, self.heads_first)
+            return self._in_order(self.weights * self.gates[:, None, None], weights)
         if self._is_part(weights):
             return torch.stack([self._gated(head) for head in weights.unbind(dim=1)], dim=1)
         images, heads, *tokens = self.size

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
 from vit.model.attention import MultiHeadSelfAttention, for_all_heads
 from vit.model.positions import Grid
-from vit.model.read_softmax import ReadSoftmax
+from vit.model.read_softmax import ReadSoftmax, by_image
 from vit.settings import require
 
 # What constructors call their arguments.
@@ -129,6 +129,14 @@ def stores_results(model: nn.Module) -> bool:
     return False
 
 
+def _is_heads_first(alone: ReadSoftmax | None, both: ReadSoftmax) -> bool:
+    """Tell by the weights of an image, alone and as the first of two, whether heads come first."""
+    if alone is None or alone.weights is None or both.weights is None or not both.softmaxes:
+        return False
+    orders = (by_image(both.weights, both.size, order)[:1] for order in (False, True))
+    return [torch.allclose(found, alone.weights, atol=1e-5) for found in orders] == [False, True]
+
+
 class WholeAttention(nn.Module):
     """A whole attention module with the interface of `MultiHeadSelfAttention`.
 
@@ -197,6 +205,8 @@ class WholeAttention(nn.Module):
         # tokens, so it is told apart by another number of tokens: with a single patch.
         other = self._try(dim, (1, 1)) if math.prod(grid) > 1 else None
         read = self._try(dim, grid)
+        # Whether its softmax has the first head of all images first.
+        self.heads_first = read is not None and _is_heads_first(self._try(dim, grid, 1), read)
         several = read is not None and read.surplus  # for a head, which therefore cannot be muted
         count = "several softmaxes for each head" if several else "no softmax over the tokens"
         self.problem = f"{name} computes {count}"  # if `can_mute` is False
@@ -247,7 +257,7 @@ class WholeAttention(nn.Module):
         is applied to its softmax.
         """
         size = len(x), self.num_heads, x.shape[1], x.shape[1]
-        with ReadSoftmax(size, allowed, self.gates) as read:
+        with ReadSoftmax(size, allowed, self.gates, heads_first=self.heads_first) as read:
             output, weights = self.call(x, own, grid)
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
             with ReadSoftmax(size, allowed, self.gates, read.weights):
@@ -288,14 +298,15 @@ class WholeAttention(nn.Module):
             weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
         return output, weights
 
-    def _try(self, dim: int, grid: Grid, mute: bool = False) -> ReadSoftmax | None:
-        """Attend to tokens of two images; return what was read, or None if the module fails.
+    def _try(self, dim: int, grid: Grid, images: int = 2, mute: bool = False) -> ReadSoftmax | None:
+        """Attend to tokens of different images; return what was read, or None if that fails.
 
         With `mute`, all heads are muted, which fails if the output is not finite.
         """
+        num_tokens = self.num_prefix_tokens + math.prod(grid)
+        size = images, self.num_heads, num_tokens, num_tokens
         # Not zeros, which some modules divide by.
-        tokens = torch.linspace(-1, 1, dim).repeat(2, self.num_prefix_tokens + math.prod(grid), 1)
-        size = 2, self.num_heads, tokens.shape[1], tokens.shape[1]
+        tokens = torch.arange(images * num_tokens * dim).sin().view(images, num_tokens, dim)
         # The user's code may store what it computes, in the copy; the first call makes lazy layers.
         lazy = any(isinstance(p, UninitializedParameter) for p in self.module.parameters())
         trial = (self if lazy else copy_module(self)).eval()
