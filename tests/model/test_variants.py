@@ -390,6 +390,7 @@ def test_a_function_of_a_head_may_take_no_dropout_and_no_mask(tmp_path, registry
             "query, key, value, mask=None",
             "query, key, value, scale=1",
             "query, key, value, mask=None, causal=False",
+            "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False",  # as torch's
         )
     ):
         file = tmp_path / f"few{number}.py"

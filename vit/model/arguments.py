@@ -43,7 +43,9 @@ def with_all_arguments(attention: Attention) -> Attention:
         raise ValueError(f"attention: pass a function or a class, not an object of {kind}")
     parameters = inspect.signature(attention).parameters
     names = [name for name in parameters if name not in PLACE]
-    if len(names) >= 5 and ("drop" in names[4] or is_required(parameters[names[4]])):
+    fifth = [parameters[name] for name in names[4:5]]
+    # A default of 0.0 is that of a rate, as in torch's function.
+    if any(is_required(p) or ("drop" in p.name and p.default != 0) for p in fifth):
         return attention
     return FewerArguments(attention, next((name for name in names[3:] if name in MASKS), None))
 
@@ -63,7 +65,7 @@ class FewerArguments:
         """Attend like `scaled_dot_product_attention`; ValueError if the dropout rate is above 0."""
         name = self.function.__name__
         if getattr(dropout, "p", 0):
-            raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout")
+            raise ValueError(f"attn_drop_rate must be 0 with {name}, which takes no dropout module")
         if mask is not None and self.mask_name is None:
             raise ValueError(f"{name} takes no mask, so tokens cannot be hidden from it")
         if self.mask_name is not None:
