@@ -19,7 +19,8 @@ HIDDEN = 1e-6  # largest weight of a key that is hidden
 def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that keys that a mask hides get no weight, for each image and with no key at all."""
     own = subject if isinstance(subject, WholeAttention) else subject.attention
-    if getattr(own, "mask_name", "") is None and not getattr(own, "has_softmax", False):
+    has_softmax = isinstance(subject, WholeAttention) and subject.traits.has_softmax
+    if getattr(own, "mask_name", "") is None and not has_softmax:
         return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")
     place = torch.arange(N) - torch.arange(B)[:, None, None]
     keep = (place < 0) | (place > 2)  # (B, 1, N): three keys of each image are hidden
@@ -68,7 +69,7 @@ def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
 
 def _masked_weights(subject: Subject, tokens: Tensor, keep: Tensor, masked: Watch) -> Tensor:
     """Return weights under a mask, which a module may mask itself if its output is right."""
-    if isinstance(subject, WholeAttention) and subject.has_softmax:
+    if isinstance(subject, WholeAttention) and subject.traits.has_softmax:
         with torch.no_grad():
             output, weights = subject.attend(tokens, allowed=keep[:, None])
         if torch.allclose(masked.output, output, atol=CLOSE):
@@ -82,7 +83,9 @@ def _masking(subject: Subject, tokens: Tensor, keep: Tensor, usual: Tensor) -> t
     A model applies masks to the softmax of a whole module, but here the module's own code is tried,
     on the rows that are `usual`.
     """
-    if not isinstance(subject, WholeAttention) or not (subject.has_softmax and subject.mask_name):
+    if not (
+        isinstance(subject, WholeAttention) and subject.mask_name and subject.traits.has_softmax
+    ):
         return subject, keep
 
     def attend(x: Tensor, mask: Tensor, need_weights: bool) -> tuple[Tensor, Tensor]:

@@ -139,9 +139,9 @@ def _check_model(
 
 def _check_whole(module: WholeAttention, first: Tensor, second: Tensor, grid: Grid) -> None:
     """Check that the weights of two images (1, N, dim) are read in the order of the images."""
-    if module.softmaxes > 1 and module.call(first, grid=grid)[1] is None:
+    if module.traits.softmaxes > 1 and module.call(first, grid=grid)[1] is None:
         note_once(
-            f"model.attention: {type(module.module).__name__} computes {module.softmaxes} "
+            f"model.attention: {type(module.module).__name__} computes {module.traits.softmaxes} "
             "softmaxes, of which the last is shown; to show others, compute the output from them "
             "and return them"
         )

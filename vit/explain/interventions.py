@@ -107,8 +107,9 @@ def gated_weights(model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
     gated, blocks = {}, cast(Any, model).blocks
     for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
         if isinstance(block.attn, WholeAttention):
-            if not block.attn.can_mute and block.attn.num_heads > 1:
-                raise ValueError(f"{block.attn.problem}, so none of its heads can be muted")
+            traits = block.attn.traits
+            if not traits.can_mute and block.attn.num_heads > 1:
+                raise ValueError(f"{traits.problem}, so none of its heads can be muted")
             gated[f"blocks.{layer}.attn.gates"] = gates[layer]
             continue
         proj, name = block.attn.proj, f"blocks.{layer}.attn.proj"

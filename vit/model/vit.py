@@ -117,11 +117,12 @@ class VisionTransformer(nn.Module):
         hidden_dim = int(embed_dim * mlp_ratio)
         self.blocks = nn.ModuleList()
         for layer in range(depth):
+            like = self.blocks[0].attn if layer else None
             attn = build_attention(
                 attend, embed_dim, num_heads, head_dim=head_dim, attn_drop=attn_drop_rate,
                 qkv_bias=qkv_bias, qk_norm=qk_norm, proj_drop=proj_drop_rate, norm_eps=norm_eps,
                 rel_pos=rel_pos, grid=self.patch_embed.grid_size,
-                num_prefix_tokens=self.num_prefix_tokens,
+                num_prefix_tokens=self.num_prefix_tokens, like=like,
             )  # fmt: skip
             # In the last block, a convolution matters only if the classifier reads patches.
             mixes = mlp_conv and (pooled or layer < depth - 1)

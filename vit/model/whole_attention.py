@@ -9,11 +9,14 @@ Shapes: B batch, H heads, N tokens, D token width.
 import copy
 import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
@@ -84,16 +87,19 @@ def takes(attention: type, names: tuple[str, ...]) -> bool:
 
 
 def build_attention(
-    attention: Attention | None, dim: int, num_heads: int, **options: Any
+    attention: Attention | None, dim: int, num_heads: int, like: Any = None, **options: Any
 ) -> "MultiHeadSelfAttention | WholeAttention":
     """Build the attention of an encoder block.
 
-    Options are those of `MultiHeadSelfAttention`, of which a whole module takes some.
+    Options are those of `MultiHeadSelfAttention`, of which a whole module takes some. `like` is the
+    attention of another block, whose trial is not repeated.
     """
     if not is_whole(attention):
         return MultiHeadSelfAttention(dim, num_heads, attention=attention, **options)
     refuse_options(attention, {RATES.get(key, key): value for key, value in options.items()})
-    return WholeAttention(attention, dim, num_heads, **accepted_arguments(WholeAttention, options))
+    traits = None if like is None else like.traits
+    options = accepted_arguments(WholeAttention, options)
+    return WholeAttention(attention, dim, num_heads, traits=traits, **options)
 
 
 def refuse_options(attention: type, options: dict[str, Any], group: str = "") -> None:
@@ -129,6 +135,17 @@ def stores_results(model: nn.Module) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a trial shows of a whole module."""
+
+    softmaxes: int  # over the tokens, of all heads at once
+    has_softmax: bool  # one over the tokens for each head, which can be read and masked
+    can_mute: bool  # whether the output without a head is that of zero weights
+    heads_first: bool  # whether the softmax has the first head of all images first
+    problem: str  # why heads cannot be muted, if so
+
+
 def _is_heads_first(alone: ReadSoftmax | None, both: ReadSoftmax) -> bool:
     """Tell by the weights of an image, alone and as the first of two, whether heads come first."""
     if alone is None or alone.weights is None or both.weights is None or not both.softmaxes:
@@ -151,6 +168,7 @@ class WholeAttention(nn.Module):
         num_prefix_tokens: Tokens before the patches.
         head_dim: Width of a head, for constructors that take it; None means dim / num_heads.
         attn_drop: Dropout probability, for constructors that take it.
+        traits: Those of another module of the same class and sizes; None means to find them out.
 
     Raises:
         ValueError: The constructor takes something unknown, fails, or takes no number of heads.
@@ -167,6 +185,7 @@ class WholeAttention(nn.Module):
         num_prefix_tokens: int = 0,
         head_dim: int | None = None,
         attn_drop: float = 0.0,
+        traits: Traits | None = None,
     ) -> None:
         super().__init__()
         name = attention.__name__
@@ -187,7 +206,8 @@ class WholeAttention(nn.Module):
                     f"attention: the constructor of {name} takes {parameter.name}, which is not "
                     f"known here; give it a default, or call it {KNOWN}"
                 )
-        self.module = attention(**accepted_arguments(attention, values))
+        make = partial(attention, **accepted_arguments(attention, values))
+        self.module = make()
         self.num_heads, self.num_prefix_tokens = num_heads, num_prefix_tokens
         self.register_buffer("gates", torch.ones(num_heads), persistent=False)
         self.is_gated = False  # whether the gates matter where no weights are needed
@@ -201,21 +221,9 @@ class WholeAttention(nn.Module):
         wraps_torch = any(isinstance(m, nn.MultiheadAttention) for m in self.module.modules())
         if wraps_torch and self.mask_name is not None:
             self.place[self.mask_name], self.mask_name = None, None
-        # The softmax of linear attention has the shape of another if heads are as wide as there are
-        # tokens, so it is told apart by another number of tokens: with a single patch.
-        other = self._try(dim, (1, 1)) if math.prod(grid) > 1 else None
-        read = self._try(dim, grid)
-        # Whether its softmax has the first head of all images first.
-        self.heads_first = read is not None and _is_heads_first(self._try(dim, grid, 1), read)
-        several = read is not None and read.surplus  # for a head, which therefore cannot be muted
-        count = "several softmaxes for each head" if several else "no softmax over the tokens"
-        self.problem = f"{name} computes {count}"  # if `can_mute` is False
-        reads = all(one is None or one.weights is not None for one in (other, read))
-        self.has_softmax = reads and not several
-        self.can_mute = self.has_softmax and self._try(dim, grid, mute=True) is not None
-        if self.has_softmax and not self.can_mute:
-            self.problem = f"{name} divides by the sum of a head's weights after its softmax"
-        self.softmaxes = 0 if read is None else read.softmaxes
+        if any(map(is_lazy, self.module.parameters())):
+            self._try(dim, grid)  # the first call makes lazy layers
+        self.traits = self._find_traits(make, dim, grid) if traits is None else traits
 
     def forward(
         self,
@@ -232,15 +240,16 @@ class WholeAttention(nn.Module):
         """
         if not (need_weights or self.is_gated) and mask is None:
             return self.call(x, grid=grid)[0]
-        cannot_hide = mask is not None and not (self.has_softmax or self.mask_name)
-        if cannot_hide or (self.is_gated and not self.can_mute):
-            what = "" if self.has_softmax else "no token can be hidden from it, and "
-            raise ValueError(f"attention: {self.problem}, so {what}no head can be muted")
-        size = len(x), self.num_heads, x.shape[1], x.shape[1]
+        traits = self.traits
+        cannot_hide = mask is not None and not (traits.has_softmax or self.mask_name)
+        if cannot_hide or (self.is_gated and not traits.can_mute):
+            what = "" if traits.has_softmax else "no token can be hidden from it, and "
+            raise ValueError(f"attention: {traits.problem}, so {what}no head can be muted")
+        size = x.shape[0], self.num_heads, x.shape[1], x.shape[1]
         allowed = for_all_heads(mask, size)
         own = None  # the module's own mask, where there is no softmax to apply it to
-        if allowed is not None and not self.has_softmax:
-            own, allowed = allowed.expand(len(x), -1, *size[2:]), None
+        if allowed is not None and not traits.has_softmax:
+            own, allowed = allowed.expand(x.shape[0], -1, *size[2:]), None
         output, weights = self.attend(x, own, allowed, grid)
         return (output, weights) if need_weights else output
 
@@ -256,20 +265,22 @@ class WholeAttention(nn.Module):
         `own` is a mask as the module itself takes it; `allowed`, which broadcasts to (B, H, N, N),
         is applied to its softmax.
         """
-        size = len(x), self.num_heads, x.shape[1], x.shape[1]
-        with ReadSoftmax(size, allowed, self.gates, heads_first=self.heads_first) as read:
+        traits = self.traits
+        # `len` would fix the number of images in exports.
+        size = x.shape[0], self.num_heads, x.shape[1], x.shape[1]
+        with ReadSoftmax(size, allowed, self.gates, heads_first=traits.heads_first) as read:
             output, weights = self.call(x, own, grid)
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
             with ReadSoftmax(size, allowed, self.gates, read.weights):
                 output, _ = self.call(x, own, grid)
         combines = read.softmaxes > 1 and weights is not None and weights.shape == size
-        if self.has_softmax and read.weights is not None and not combines:
+        if traits.has_softmax and read.weights is not None and not combines:
             weights = read.weights
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
             if read.other is not None:
                 hint = f"its softmax has the shape {[*read.other]} instead of {[*size]}; {hint}"
-            raise ValueError(f"attention: {self.problem}; {hint}")
+            raise ValueError(f"attention: {traits.problem}; {hint}")
         return output * (self.gates.amax(dim=0) > 0), weights
 
     def call(
@@ -292,11 +303,44 @@ class WholeAttention(nn.Module):
                 f"{[*x.shape]}; the output must have their shape"
             )
         weights = next((w for w in others if isinstance(w, Tensor) and w.ndim >= 3), None)
-        # Only if they have another shape, because a view has no gradients of its own. `len` would
-        # fix the number of images in exports.
+        # Only if they have another shape, because a view has no gradients of its own.
         if weights is not None and (weights.ndim != 4 or weights.shape[0] != x.shape[0]):
             weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
         return output, weights
+
+    def _find_traits(self, make: Callable[[], nn.Module], dim: int, grid: Grid) -> Traits:
+        """Try another module of the same class, on the CPU, where its weights have values."""
+        module, name = self.module, type(self.module).__name__
+        with torch.device("cpu"):
+            with torch.random.fork_rng(devices=[]):
+                self.module = make()
+            # The softmax of linear attention has the shape of another if heads are as wide as there
+            # are tokens, so it is told apart by another number of tokens: with a single patch.
+            other = self._try(dim, (1, 1))
+            with torch.no_grad():  # equal scores, as zeros make them, would hide the order of heads
+                for parameter in self.module.parameters():
+                    if parameter.is_floating_point() and not is_lazy(parameter):
+                        numbers = torch.arange(parameter.numel()).view_as(parameter)
+                        parameter.add_(0.1 * numbers.sin().square())
+            read = self._try(dim, grid)
+            alone, muted = self._try(dim, grid, images=1), self._try(dim, grid, mute=True)
+        self.module = module
+        several = read is not None and read.surplus  # for a head, which therefore cannot be muted
+        tries = [one for one in (other, alone, read) if one is not None]
+        # One softmax of all heads of an image, called for each, may look like one of a head.
+        is_one = len({one.softmaxes for one in tries if one is not other}) < 2
+        has_softmax = is_one and not several and all(one.weights is not None for one in tries)
+        problem = f"{name} divides by the sum of a head's weights after its softmax"
+        if not has_softmax:
+            count = "several softmaxes for each head" if several else "no softmax over the tokens"
+            problem = f"{name} computes {count}"
+        return Traits(
+            softmaxes=0 if read is None else read.softmaxes,
+            has_softmax=has_softmax,
+            can_mute=has_softmax and muted is not None,
+            heads_first=read is not None and _is_heads_first(alone, read),
+            problem=problem,
+        )
 
     def _try(self, dim: int, grid: Grid, images: int = 2, mute: bool = False) -> ReadSoftmax | None:
         """Attend to tokens of different images; return what was read, or None if that fails.
@@ -308,10 +352,10 @@ class WholeAttention(nn.Module):
         # Not zeros, which some modules divide by.
         tokens = torch.arange(images * num_tokens * dim).sin().view(images, num_tokens, dim)
         # The user's code may store what it computes, in the copy; the first call makes lazy layers.
-        lazy = any(isinstance(p, UninitializedParameter) for p in self.module.parameters())
+        lazy = any(map(is_lazy, self.module.parameters()))
         trial = (self if lazy else copy_module(self)).eval()
         try:
-            read = ReadSoftmax(size, None, self.gates * (not mute))
+            read = ReadSoftmax(size, None, torch.full((self.num_heads,), float(not mute)))
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
                 output, _ = trial.call(tokens, grid=grid)
             return None if mute and not output.isfinite().all() else read

@@ -127,7 +127,8 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     # Classifying an image takes a third of the products of a training step.
     heads = sum(block.attn.num_heads for block in model.blocks)
     muted = min(MUTED_IMAGES, int(MUTED_FRACTION * 3 * trained / heads), len(setup.held_out))
-    can_mute = all(getattr(block.attn, "can_mute", True) for block in model.blocks)
+    traits = (getattr(block.attn, "traits", None) for block in model.blocks)
+    can_mute = all(one is None or one.can_mute for one in traits)
     held_out = None
     if muted > 1 and can_mute:
         held_out = choose_images(setup.held_out, muted, seed, "heads")
