@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from scipy.special import log_softmax
 from scipy.stats import binomtest
 from sklearn.metrics import (
@@ -165,15 +166,41 @@ def test_logits_are_the_model_whatever_the_batch_size_and_near_it_in_bfloat16(mo
     assert 0 < (rounded - logits).abs().max() < 0.1 * logits.std()
 
 
+def test_one_photo_may_be_many_of_a_list(model, tmp_path):
+    Image.fromarray(np.full((900, 900, 3), 77, np.uint8)).save(tmp_path / "a.jpg")
+    for _ in range(5):
+        photo = Image.open(tmp_path / "a.jpg")  # which is read when its pixels are needed
+        first, *others = classify(model).predict([photo] * 6)
+        assert others == [first] * 5
+
+
+def test_maps_are_computed_in_float32_whatever_the_callers_precision(model, images):
+    classifier = classify(model)
+    _, expected = classifier.maps(images[:5], "rollout")
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = classifier.maps(images[:5], "rollout")
+    assert torch.equal(found["rollout"], expected["rollout"])
+
+
 def test_what_would_give_wrong_predictions_is_refused(model, images):
-    """Images from 0 to 1, a model in training mode, and names that a dictionary would merge."""
+    """Images from 0 to 1, a model in training mode, and names that are not those of the logits."""
     fractions = images / 255
     before = fractions.clone()
     with pytest.raises(ValueError, match=r"images: torch.float32 .* torch.uint8, from 0 to 255"):
         classify(model).logits(fractions)
     assert torch.equal(fractions, before)
-    with pytest.raises(ValueError, match=r"training mode .* call model.eval\(\)"):
-        classify(copy.deepcopy(model).train())
+    classifier = classify(copy.deepcopy(model))
+    classifier.model.train()
+    for use in (
+        lambda: classify(classifier.model),
+        lambda: classifier.logits(images),
+        lambda: classifier.features(images),
+        lambda: classifier.maps(images),
+    ):
+        with pytest.raises(ValueError, match=r"training mode .* call model.eval\(\)"):
+            use()
+    with pytest.raises(ValueError, match=r"classes: 9 names .* 10 names, one for each logit"):
+        dataclasses.replace(classify(model), classes=names(9))
     with pytest.raises(ValueError, match=r"classes: .*; it must be names that differ"):
         dataclasses.replace(classify(model), classes=("crane",) * 10)
     preprocess = Preprocess((2240, 1120), (0.5,), (0.5,))

@@ -586,7 +586,7 @@ def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path):
     for tag, more in (("plain", {}), ("more", {"maps": maps, "classes": names})):
         with SummaryWriter(str(tmp_path / tag)) as writer:
             add_attention(
-                writer, tag, torch.zeros(1, 3, 20, 30, dtype=torch.uint8),
+                writer, tag, torch.zeros(1, 1, 20, 30, dtype=torch.uint8),
                 list(attention(batch=1).bfloat16()), 0, grid=(3, 4), num_prefix_tokens=1, **more,
             )  # fmt: skip
     details = read_back(tmp_path / "plain")["plain"]
@@ -607,8 +607,11 @@ def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path):
     [
         ({"writer": None}, "writer: builtins.NoneType is not torch.utils.tensorboard"),
         ({"tag": "a/weights"}, "tag: 'a/weights' is empty or ends with /weights"),
-        ({"images": torch.rand(2, 1, 24, 32)}, r"images: \(2, 1, 24, 32\) is not \(B, 3, height"),
-        ({"images": torch.randn(2, 3, 24, 32)}, "images: values are not 0 to 1; undo"),
+        ({"images": torch.rand(2, 2, 24, 32)}, r"images: \(2, 2, 24, 32\) is not \(B, 3 or 1,"),
+        (
+            {"images": torch.randn(2, 3, 24, 32)},
+            "images: values are neither uint8 nor 0 to 1; undo",
+        ),
         ({"grid": (4, 4)}, "N = 17 tokens, 1 before a grid of 4 x 4"),
         ({"weights": ROW_OF_TWO}, "rows of layer 0 sum to 1 to 2, not 1; pass the softmax"),
         ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),

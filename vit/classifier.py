@@ -102,13 +102,19 @@ class Classifier:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
         object.__setattr__(self, "classes", tuple(self.classes))
-        allowed = "in evaluation mode; call model.eval()"
-        require(not self.model.training, "model", "in training mode", allowed)
+        self._require_evaluation()
         different = len({*self.classes}) == len(self.classes)
         require(different, "classes", self.classes, "names that differ from each other")
+        logits = getattr(self.model, "num_classes", 0) or len(self.classes)
+        names = f"{logits} names, one for each logit"
+        require(logits == len(self.classes), "classes", f"{len(self.classes)} names", names)
         if any(t.is_inference() for t in (*self.model.parameters(), *self.model.buffers())):
             with torch.inference_mode(False):  # where copies may have gradients, which maps need
                 object.__setattr__(self, "model", copy_module(self.model))
+
+    def _require_evaluation(self) -> None:
+        allowed = "in evaluation mode; call model.eval()"
+        require(not self.model.training, "model", "in training mode", allowed)
 
     def __repr__(self) -> str:
         """Describe this in a line, instead of listing every module."""
@@ -192,12 +198,14 @@ class Classifier:
 
     @torch.no_grad()
     def _forward(self, inputs: Tensor) -> Tensor:
+        self._require_evaluation()
         with autocast(self.device, self.precision):
             logits: Tensor = self.model(inputs)
         return logits.float()
 
     @torch.no_grad()
     def _features(self, images: Tensor) -> Tensor:
+        self._require_evaluation()
         model: Any = self.model  # ours and timm's have both methods
         with autocast(self.device, self.precision):
             tokens = model.forward_features(self.normalize(images))
@@ -207,7 +215,7 @@ class Classifier:
     def maps(
         self,
         images: Tensor,
-        kinds: Sequence[str] = ("rollout",),
+        kinds: Kinds = ("rollout",),
         target: Tensor | None = None,
         precision: torch.dtype = torch.float32,
         batch_size: int = 500,
@@ -216,7 +224,7 @@ class Classifier:
         """Classify images (N, channels, H, W) uint8, on any device, and map the attention.
 
         Args:
-            kinds: Kinds of map, keys of `vit.explain.kinds.ALL_KINDS`.
+            kinds: One kind of map or several, keys of `vit.explain.kinds.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
             precision: Precision of the model's matrix products; maps are computed in float32.
@@ -231,6 +239,9 @@ class Classifier:
         Raises:
             ValueError: The model has no maps, a kind is unknown, or an option is out of range.
         """
+        self._require_evaluation()
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        require(len(images) > 0, "images", "none", "one or more")
         if target is not None:
             require(len(target) == len(images), "target", len(target), f"{len(images)} classes")
         parts = []
@@ -239,7 +250,9 @@ class Classifier:
             part = slice(start, start + batch_size)
             labels = None if target is None else target[part].to(self.device)
             inputs = self.normalize(images[part])
-            parts.append(attention_maps(self.model, inputs, kinds, labels, precision, rollout))
+            with autocast(self.device, torch.float32):  # whatever the caller's
+                maps = attention_maps(self.model, inputs, kinds, labels, precision, rollout)
+            parts.append(maps)
         logits = torch.cat([logits for logits, _ in parts])
         return logits, {kind: torch.cat([maps[kind] for _, maps in parts]) for kind in kinds}
 
@@ -269,8 +282,13 @@ class Classifier:
     def _resize(self, photos: Photo | Photos) -> Tensor:
         """Return photos as (N, channels, H, W) uint8."""
         photos = photos if isinstance(photos, list | tuple) else [photos]
-        threads = min(len(photos), torch.get_num_threads())
-        return torch.stack(map_on_cores(self.preprocess.resize, photos, threads))
+        require(len(photos) > 0, "photos", "an empty list", "one or more")
+        # Two threads must not load one Pillow image.
+        different = {id(photo): photo for photo in photos}
+        threads = min(len(different), torch.get_num_threads())
+        resized = map_on_cores(self.preprocess.resize, different.values(), threads)
+        found = dict(zip(different, resized, strict=True))
+        return torch.stack([found[id(photo)] for photo in photos])
 
     @overload
     def explain(

@@ -575,8 +575,9 @@ def test_a_head_whose_width_positions_change_is_refused_before_training(monkeypa
         with refused if kind == "relative" else nullcontext():
             check_attention(model, (2, 3))
     tiny = {"img_size": 8, "in_chans": 3, "num_classes": 2}
-    with pytest.raises(ValueError, match="rel_pos: rope does not fit differential attention"):
-        VisionTransformer(**tiny, rel_pos="rope", attention="differential")
+    for own in ("differential", find_attention("differential")):
+        with pytest.raises(ValueError, match="rel_pos: rope does not fit differential attention"):
+            VisionTransformer(**tiny, rel_pos="rope", attention=own)
     with pytest.raises(ValueError, match="pass a function or a class, not an object of partial"):
         VisionTransformer(**tiny, attention=partial(scaled_dot_product_attention))
 

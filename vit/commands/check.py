@@ -51,6 +51,7 @@ def _is_own(path: Path) -> bool:
     return False
 
 
+@torch.inference_mode(False)
 def check(attention: Attention, with_cost: bool = True) -> list[Row]:
     """Check an attention: a function or a class of a head, or a whole module's class.
 

@@ -59,6 +59,7 @@ EVALUATORS: tuple[Callable[[Setup], Evaluator | None], ...] = (
 RUNNING = threading.Lock()  # torch's random numbers and threads are those of the process
 
 
+@torch.inference_mode(False)  # nor without gradients, which a notebook may have turned off
 def train(
     config: Config, overwrite: bool = False, allow_changes: bool = False, plans: Plans | None = None
 ) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ from vit.data.preprocess import Preprocess
 from vit.reporting.add_attention import add_attention, check_reading
 from vit.settings import require
 
-RGB = tuple[float, float, float]
 HALF = (0.5, 0.5, 0.5)
 
 
@@ -20,7 +19,7 @@ class AttentionLog:
     """Logs the attention of a model for a few images, without changing its training.
 
     Args:
-        images: (B, 3, height, width) uint8, of the size that the model takes.
+        images: (B, 3 or 1, height, width) uint8, of the size that the model takes.
         every: Number of optimizer steps from one log to the next.
         mean: Mean of each channel that the model's images are normalized with, 0 to 1.
         std: Standard deviation of each channel, likewise.
@@ -29,14 +28,16 @@ class AttentionLog:
     """
 
     def __init__(
-        self, images: Tensor, every: int = 100, mean: RGB = HALF, std: RGB = HALF,
+        self, images: Tensor, every: int = 100, mean: tuple[float, ...] = HALF,
+        std: tuple[float, ...] = HALF,
         model: nn.Module | None = None, **shown: Any,
     ) -> None:  # fmt: skip
         require(every >= 1, "every", every, "at least 1")
         # A TypeError names what is unknown, or what the callback itself passes.
         inspect.signature(add_attention).bind_partial(None, images=images, step=0, **shown)
         size = (images.shape[-2], images.shape[-1])
-        self.inputs = Preprocess(size, tuple(mean), tuple(std)).normalize(images)
+        mean, std = (tuple(values)[: images.shape[1]] for values in (mean, std))
+        self.inputs = Preprocess(size, mean, std).normalize(images)
         self.images, self.every, self.shown, self.last = images, every, shown, 0
         self.model = model
 

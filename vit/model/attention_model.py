@@ -85,7 +85,7 @@ def _family(model: Any) -> str:
 def _unread_class(model: Any) -> str | None:
     """Return the name of the class, of a model or its attention, that cannot be read, or None."""
     if not type(model).__module__.startswith("timm.") or _family(model) not in FAMILIES:
-        return type(model).__name__
+        return _path(type(model))
     if getattr(model.patch_embed, "dynamic_img_pad", False):  # its grid is that of a larger image
         return "PatchEmbed with dynamic_img_pad"
     classes = [type(getattr(block, "attn", block)) for block in model.blocks]

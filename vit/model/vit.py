@@ -88,9 +88,10 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_pool(global_pool, class_token)
-        if (rel_pos, attention) in UNFIT:
-            raise ValueError(f"rel_pos: {rel_pos} does not fit {attention} attention")
         attend = find_attention(attention) if isinstance(attention, str) else attention
+        for position, name in UNFIT:
+            if rel_pos == position and attend is find_attention(name):
+                raise ValueError(f"rel_pos: {rel_pos} does not fit {name} attention")
         pooled = global_pool == "avg"
         self.global_pool: str = global_pool
         self.num_classes, self.num_features = num_classes, embed_dim

@@ -51,7 +51,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     Args:
         writer: From torch.utils.tensorboard.
         tag: Name of the image in the tab; several images are named TAG_00, TAG_01, ...
-        images: (B, 3, height, width), uint8 or 0 to 1: the images as people should see them.
+        images: (B, 3 or 1, height, width), uint8 or 0 to 1: the images as people should see them.
         weights: Attention weights (L, B, H, N, N), first layer first, rows summing to 1; a tensor
             or a sequence of L tensors.
         step: Optimizer steps done, at least 0.
@@ -125,13 +125,14 @@ def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
 
 def _pixels(images: Tensor) -> np.ndarray:
     """Return images as (B, height, width, 3) uint8."""
-    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
-        raise ValueError(f"images: {tuple(images.shape)} is not (B, 3, height, width)")
-    images = images.detach().cpu()
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape:
+        raise ValueError(f"images: {tuple(images.shape)} is not (B, 3 or 1, height, width)")
+    images = images.detach().cpu().expand(-1, 3, -1, -1)
     if images.dtype != torch.uint8:
         images = images.float()
         if not (images >= 0).all() or not (images <= 1).all():
-            raise ValueError("images: values are not 0 to 1; undo the model's normalization first")
+            problem = "neither uint8 nor 0 to 1"
+            raise ValueError(f"images: values are {problem}; undo the model's normalization first")
         images = (images * 255).round().to(torch.uint8)
     return images.permute(0, 2, 3, 1).numpy()
 

@@ -38,7 +38,7 @@ def load_run(
 def require_loaded(classifier: Classifier) -> SavedModel:
     """Return a classifier that `vit.load` has loaded; ValueError for another one."""
     if not isinstance(classifier, SavedModel):
-        raise ValueError("only for a model that vit.load has loaded")
+        raise ValueError("classifier: it must be one that vit.load has loaded")
     return classifier
 
 
