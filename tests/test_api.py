@@ -53,6 +53,10 @@ def test_a_classifier_is_printed_in_a_line():
     assert shown.startswith("Classifier(VisionTransformer, 10 classes, 32x32 pixels, 3 ")
 
 
+def test_a_config_takes_paths():
+    assert vit.Config(out=Path("runs/x"), data={"root": Path("~")}).out == str(Path("runs/x"))
+
+
 def test_signatures_and_the_api_page_are_up_to_date():
     assert {*vit.__all__} <= {*dir(vit)}
     command = "if the change is intended, run python tests/public_api.py"

@@ -32,7 +32,7 @@ NULL = ("", "~", "null")  # in YAML, unless quoted
 # What pydantic's kinds of error mean to a user.
 IN_WORDS = {
     "missing": "it must have more values", "too_long": "it must have fewer values",
-    "string_too_short": "it must not be empty",
+    "string_too_short": "it must not be empty", "string_unicode": "it must be in UTF-8",
 }  # fmt: skip
 LATER = "unknown, so a later version of this project has written it; update this one"
 # What pydantic's kinds of error mean in a file.
@@ -52,6 +52,10 @@ def _rows_and_columns(value: Any) -> Any:
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
     return (value, value) if isinstance(value, int | str) else value
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def expand(path: str) -> str:
@@ -77,7 +81,9 @@ AutoOrSwitch = Annotated[
 ]
 Text = Annotated[str, Field(max_length=1000)]
 ClassNames = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_unique)]
-PathName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(expand)]
+PathName = Annotated[
+    str, Field(min_length=1, max_length=1000), AfterValidator(expand), BeforeValidator(_path_text)
+]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Pixels = Annotated[int, Field(ge=1, le=10_000)]

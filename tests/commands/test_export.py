@@ -18,6 +18,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from onnxruntime.quantization import quantize_dynamic
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
@@ -192,6 +193,17 @@ def test_graphs_take_any_batch_and_say_what_they_are(exported):
         (onnx,) = session.run(["logits"], {"images": inputs.numpy()})
         np.testing.assert_allclose(onnx, expected, atol=1e-5)
         torch.testing.assert_close(module(inputs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_graph_can_be_quantized(exported, tmp_path):
+    quantize_dynamic(exported / "export/model.onnx", tmp_path / "small.onnx")
+    inputs = noise(RGB, 3).numpy().astype(np.float32) / 255
+    whole, small = (
+        onnxruntime.InferenceSession(path).run(["logits"], {"images": inputs})[0]
+        for path in (exported / "export/model.onnx", tmp_path / "small.onnx")
+    )
+    assert 0 < np.abs(small - whole).max() < 0.1 * whole.std()
 
 
 @pytest.mark.parametrize("wrong", [2e-4, float("nan")])

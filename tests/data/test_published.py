@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 from scipy.io import savemat
 from sklearn.datasets import load_digits
@@ -180,6 +181,23 @@ def test_a_set_is_downloaded_once_and_read(name, offer, capsys):
     assert any(Path(data.root).glob(data.spec.files))
     assert_complete(offline)
     assert capsys.readouterr().out == ""
+
+
+def test_runs_that_start_together_download_once(offer, monkeypatch):
+    """The second waits until the first has unpacked the files, and reads them."""
+    data, asks, found = offer("cifar10"), threading.Event(), list[object]()
+    monkeypatch.setattr(published, "say", lambda _: asks.set())
+    with monkeypatch.context() as patch:
+        patch.setattr(tv.CIFAR10, "url", "http://127.0.0.1:9/cifar")  # nobody answers
+        second = threading.Thread(target=lambda: found.append(open_images(data, train=True)))
+        with FileLock(Path(data.root) / ".download.lock"):
+            second.start()
+            asks.wait()
+            patch.undo()
+            tv.CIFAR10(data.root, download=True)
+            patch.setattr(tv.CIFAR10, "url", "http://127.0.0.1:9/cifar")
+        second.join()
+    assert len(found) == 1
 
 
 def test_a_failed_or_damaged_download_is_one_line_and_repeated(offer, tmp_path, monkeypatch):

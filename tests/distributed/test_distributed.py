@@ -104,7 +104,8 @@ def test_a_process_that_ends_before_it_joins_is_not_waited_for(typed, monkeypatc
         with join_world(CPU, timeout_minutes=1):
             pass
 
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", MEETING, "GLOO_SOCKET_IFNAME"):
+    sizes, ranks = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")  # as of a pod
+    for name in (*sizes, *ranks, MEETING, "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")  # so that what `launch` sets is restored
     # A shell that starts the tests in the background has it ignored.
     before, began = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()

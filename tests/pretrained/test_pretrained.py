@@ -249,9 +249,13 @@ def test_weights_are_adapted_as_timm_does(name, size, patch, chans, tmp_path):
     assert "9 classes instead of 5" in account
 
 
-def test_a_head_of_classes_with_other_names_is_not_kept():
+def test_a_head_is_kept_for_classes_of_the_same_names_in_their_order():
     source = source_of(draw_timm("test_vit", num_classes=5), classes=names(5))
     weights, account = source.adapted(names(5)[::-1])
+    for key in ("head.weight", "head.bias"):
+        assert torch.equal(weights[key], source.weights[key].flip(0))
+    assert "has the same classes" in account
+    weights, account = source.adapted((*names(4), "other"))
     assert "head.weight" not in weights and "other names" in account
 
 

@@ -97,10 +97,10 @@ def find_parts(root: Path) -> list[Path]:
     if has_others or has_images or not tests or len(words) > len({*words}):
         names = join(sorted(path.name for _, path in parts or named))
         raise ValueError(
-            f"data.root: {root} ({listing(root)}) can be read in two ways: {names} as parts, like "
-            "train/<class>/ and test/<class>/ (or val/), or as classes; for parts, complete these "
-            "two and move other folders away, or point --data.root at one to split it by "
-            f"data.test_fraction; for classes, rename {names}"
+            f"data.root: {root} ({listing(root)}) can be read in two ways: {names} as parts or as "
+            "classes; for parts, point --data.root at one to split it by data.test_fraction, or "
+            "complete train/<class>/ and test/<class>/ (or val/) and move other folders away; for "
+            f"classes, rename {names}"
         )
     folder_of = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
     chosen = [folder_of[word] for word in (TRAIN, *tests[:2])]

@@ -1,5 +1,6 @@
 """Published data sets: those that torchvision downloads, and scikit-learn's digits."""
 
+import contextlib
 import hashlib
 import inspect
 import os
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from vit.console import say, shorten
@@ -53,6 +55,7 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
     parts = [{"train": train} if by_flag else {"split": split} for split in splits]
     problem = "data.download=false, so it was not downloaded"
     for download in (False, True)[: 1 + data.download]:
+        alone: Any = contextlib.nullcontext()
         if download:
             # In the default root, other images may lie beside published data sets.
             is_target = is_stored(data) or root == Path(DataConfig.root)
@@ -65,8 +68,10 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
             for link in filter(Path.is_symlink, places):  # torchvision would write through it
                 raise ValueError(f"data.root: {link} is a link; delete it to download {data.name}")
             say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
+            alone = FileLock(root / ".download.lock")  # for runs that start together
         try:
-            return _join([dataset(root, **part, download=download) for part in parts], data)
+            with alone:
+                return _join([dataset(root, **part, download=download) for part in parts], data)
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # damaged files raise many types of errors

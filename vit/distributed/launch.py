@@ -54,6 +54,7 @@ def launch(count: int, work: Callable[[], object]) -> None:
     torch.set_num_threads(1)  # a copy of this process has none of its threads
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")  # which a pod may have set
         os.environ[MEETING] = f"file://{folder}/meeting"
         loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
         if loopback:  # the processes need no network
@@ -66,7 +67,11 @@ def launch(count: int, work: Callable[[], object]) -> None:
 @contextlib.contextmanager
 def _others(count: int, threads: int, work: Callable[[], object]) -> Iterator[None]:
     """Call `_run` in `count` other processes while this one, the first, runs the code inside."""
-    errors: Errors = PROCESSES.SimpleQueue()
+    try:
+        errors: Errors = PROCESSES.SimpleQueue()
+    except OSError as error:
+        problem = f"several processes need a writable /dev/shm ({error})"
+        raise ValueError(f"train.processes: {problem}; use --train.processes 1") from None
     method = PROCESSES.get_start_method()
     context = start_processes(_run, (errors, threads, work), count, join=False, start_method=method)
     STARTED.extend(context.processes)

@@ -49,11 +49,13 @@ class Pretrained:
             head = f"{new} the source has none"
         elif rows != len(classes):
             head = f"{new} there are {len(classes)} classes instead of {rows}"
-        elif self.classes not in (None, classes):
+        elif self.classes is not None and {*self.classes} != {*classes}:
             head = f"{new} the classes have other names"
         else:
             same = "has the same classes" if self.classes else "may have the data set's classes"
-            head, kept = f"nothing is new: its classifier {same}", self.weights
+            head = f"nothing is new: its classifier {same}"
+            order = [(self.classes or classes).index(name) for name in classes]
+            kept = {k: v[order] if k in self.head else v for k, v in self.weights.items()}
         number = sum(value.numel() for value in kept.values())
         lines = [f"weights  {self.name}: {number:,} values in {len(kept)} tensors loaded"]
         lines += [*self.notes, head]

@@ -162,6 +162,8 @@ def write_onnx(classifier: Classifier, _: ModelConfig, path: Path) -> None:
     axes = ({0: "batch"},)  # names
     program = to_onnx(_trace(classifier), [INPUT], [OUTPUT], dynamic_shapes=axes)
     program.model.metadata_props.update(metadata(classifier))
+    for weight in program.model.graph.initializers.values():
+        weight.shape = weight.type = None  # which quantize_dynamic of ONNX Runtime does not update
     program.save(path)
 
 
