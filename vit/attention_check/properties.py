@@ -14,14 +14,8 @@ from vit.attention_check.trial import what_is_lost
 from vit.attention_check.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
 from vit.hardware import autocast
 from vit.model.arguments import Attention, FewerArguments
-from vit.model.whole_attention import (
-    DROPOUTS,
-    WholeAttention,
-    build_attention,
-    copy_module,
-    is_whole,
-    takes,
-)
+from vit.model.constructors import DROPOUTS, is_whole, takes
+from vit.model.whole_attention import WholeAttention, build_attention, copy_module
 from vit.seeding import generator
 
 

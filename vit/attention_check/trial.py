@@ -14,14 +14,10 @@ from torch import Tensor
 from vit.console import note_once, shorten
 from vit.model.arguments import Attention, FewerArguments
 from vit.model.config import ModelConfig
+from vit.model.constructors import is_whole, refuse_options
 from vit.model.positions import Grid
 from vit.model.variants import attention_of, find_attention
-from vit.model.whole_attention import (
-    WholeAttention,
-    build_attention,
-    is_whole,
-    refuse_options,
-)
+from vit.model.whole_attention import WholeAttention, build_attention
 from vit.seeding import generator
 from vit.settings import check
 

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from vit.model.arguments import Attention
 from vit.model.attention import MultiHeadSelfAttention
+from vit.model.constructors import HEADS, is_whole, takes
 from vit.model.read_softmax import SOFTMAXES, by_image
-from vit.model.whole_attention import HEADS, WholeAttention, is_whole, takes
+from vit.model.whole_attention import WholeAttention
 
 B, N, D, H = 3, 10, 64, 2  # all different, so that no axis is taken for another
 GRID = 2, 5

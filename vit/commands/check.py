@@ -16,8 +16,9 @@ from vit.commands.config import CheckConfig
 from vit.console import printable, say, shorten
 from vit.files import require_file, write_json
 from vit.model.arguments import Attention, with_all_arguments
+from vit.model.constructors import is_whole
 from vit.model.variants import attention_of, load_attention
-from vit.model.whole_attention import build_attention, is_whole
+from vit.model.whole_attention import build_attention
 from vit.reporting.loading import require_replaceable
 from vit.seeding import generator
 from vit.settings import parse

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,69 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
 from vit.model.attention import MultiHeadSelfAttention, for_all_heads
+from vit.model.constructors import RATES, constructor_arguments, is_whole, refuse_options
 from vit.model.positions import Grid
 from vit.model.read_softmax import ReadSoftmax, by_image
-from vit.settings import require
 
-# What constructors call their arguments.
-WIDTHS = (
-    "dim", "embed_dim", "d_model", "input_dim", "input_size", "hidden_size", "n_embd", "d_in",
-    "d_out", "hidden_dim", "emb_dim", "embedding_dim", "model_dim", "output_dim", "out_dim",
-    "embed_size", "emb_size", "num_hiddens", "n_embed", "d", "hid_dim", "d_embed", "in_dim",
-    "embedding_size",
-)  # fmt: skip
-HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
-HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
-DROPOUTS = (
-    "dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop",
-    "resid_pdrop", "resid_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob",
-    "drop_rate",
-)  # fmt: skip
-LENGTHS = ("context_length", "block_size", "seq_len", "max_len", "max_seq_len", "num_tokens")
-KNOWN = f"{', '.join(WIDTHS[:3])} (width), {HEADS[0]}, {HEAD_WIDTHS[0]}, dropout or {LENGTHS[0]}"
-CONFIGS = ("config", "cfg", "args")  # an object or a dictionary with all of these
-# Fields of `ModelConfig`, their defaults, and what constructors call them if they take them; rates
-# of dropout have other names in `MultiHeadSelfAttention`.
-OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "rel_pos": ("none", ()), "qk_norm": (False, ()), "qkv_bias": (True, ()),
-    "proj_drop_rate": (0.0, ()), "attn_drop_rate": (0.0, DROPOUTS), "head_dim": (None, HEAD_WIDTHS),
-}  # fmt: skip
-RATES = {"attn_drop": "attn_drop_rate", "proj_drop": "proj_drop_rate"}
 Module = TypeVar("Module", bound=nn.Module)
-
-
-class Fields(dict[str, Any]):
-    """A config whose values constructors read as attributes or as keys."""
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(self.unknown(name))
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(self.unknown(name))
-        return self[name]
-
-    @staticmethod
-    def unknown(name: str) -> str:
-        """Say what to do about a field that has no value here."""
-        return f"{name} is not known in a config; read it with a default, or call it {KNOWN}"
-
-
-def is_whole(attention: Any) -> TypeGuard[type[nn.Module]]:
-    """Return whether an attention is a whole module's class, not a function or class of a head.
-
-    The latter's constructor takes num_heads and head_dim, and no width; its forward, three tensors.
-    """
-    if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
-        return False
-    names = {*inspect.signature(attention).parameters}
-    of_heads = {"num_heads", "head_dim"} <= names and names.isdisjoint(WIDTHS)
-    return not of_heads or len(inspect.signature(attention.forward).parameters) < 4  # with self
-
-
-def takes(attention: type, names: tuple[str, ...]) -> bool:
-    """Return whether the constructor of a whole module has an argument of one of the names."""
-    return bool(accepted_arguments(attention, dict.fromkeys((*names, *CONFIGS))))
 
 
 def build_attention(
@@ -100,15 +42,6 @@ def build_attention(
     traits = None if like is None else like.traits
     options = accepted_arguments(WholeAttention, options)
     return WholeAttention(attention, dim, num_heads, traits=traits, **options)
-
-
-def refuse_options(attention: type, options: dict[str, Any], group: str = "") -> None:
-    """Raise a ValueError if fields of `ModelConfig` would have no effect on a whole module."""
-    for key, (usual, names) in OPTIONS.items():
-        value = options.get(key, usual)
-        fits = value == usual or (names != () and takes(attention, names))
-        allowed = f"{usual} with {attention.__name__}, a whole module that does not take it"
-        require(fits, f"{group}{key}", value, allowed)
 
 
 def copy_module(module: Module) -> Module:
@@ -188,25 +121,9 @@ class WholeAttention(nn.Module):
         traits: Traits | None = None,
     ) -> None:
         super().__init__()
-        name = attention.__name__
-        allowed = f"1 with {name}, whose constructor takes no number of heads ({', '.join(HEADS)})"
-        require(num_heads == 1 or takes(attention, HEADS), "num_heads", num_heads, allowed)
-        place = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
-        num_tokens = num_prefix_tokens + math.prod(grid)
-        values: dict[str, Any] = {"batch_first": True} | place
-        for names, value in (
-            (WIDTHS, dim), (HEADS, num_heads), (HEAD_WIDTHS, head_dim or dim // num_heads),
-            (DROPOUTS, attn_drop), (LENGTHS, num_tokens),
-        ):  # fmt: skip
-            values |= dict.fromkeys(names, value)
-        values |= dict.fromkeys(CONFIGS, Fields(values, bias=True, qkv_bias=True))
-        for parameter in inspect.signature(attention).parameters.values():
-            if parameter.name not in values and is_required(parameter):
-                raise ValueError(
-                    f"attention: the constructor of {name} takes {parameter.name}, which is not "
-                    f"known here; give it a default, or call it {KNOWN}"
-                )
-        make = partial(attention, **accepted_arguments(attention, values))
+        place: dict[str, Any] = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
+        sizes = dim, num_heads, head_dim or dim // num_heads
+        make = partial(attention, **constructor_arguments(attention, *sizes, attn_drop, place))
         self.module = make()
         self.num_heads, self.num_prefix_tokens = num_heads, num_prefix_tokens
         self.register_buffer("gates", torch.ones(num_heads), persistent=False)
