@@ -184,11 +184,12 @@ class Long(OneHead):
 
 
 class Doubled(Plain):
-    """A softmax with twice as many heads."""
+    """A softmax with twice as many heads, of which half are used."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights = torch.cat([q @ k.mT for q, k, _ in [self.split(x)] * 2], dim=1).softmax(dim=-1)
-        return self.merge(weights[:, : self.heads] @ self.split(x)[2])
+        self.weights = weights[:, : self.heads]
+        return self.merge(self.weights @ self.split(x)[2])
 
 
 class Unknown(OneHead):
@@ -196,9 +197,22 @@ class Unknown(OneHead):
         super().__init__(input_dim, input_dim)
 
 
-def test_weights_that_are_returned_count_where_there_is_no_softmax():
-    weights = WholeAttention(Sigmoid, D, 1, GRID, 1)(tokens(), need_weights=True)[1]
+class WithPositions(OneHead):
+    def forward(self, x: Tensor, pos_embed: Tensor) -> Any:
+        return super().forward(x + pos_embed, x + pos_embed, x)
+
+
+class FourHeads(Plain):
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model, 4)
+
+
+@pytest.mark.parametrize("module", [Sigmoid, Hidden])
+def test_weights_without_a_softmax_are_those_that_are_returned_or_multiplied(module):
+    placed = WholeAttention(module, D, 1, GRID, 1)
+    output, weights = placed(tokens(), need_weights=True)
     assert weights.shape == (B, 1, N, N) and weights.sum(dim=-1).max() > 2
+    assert_close((weights @ tokens()[:, None])[:, 0], output)
 
 
 class Difference(Plain):
@@ -238,8 +252,38 @@ class Silent(Difference):
         return super().forward(x)[0]
 
 
+class Mixed(Plain):
+    """Heads exchange weights after the softmax (arXiv 2003.02436)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT).softmax(dim=-1)
+        self.weights = weights @ torch.ones(N, N).triu() / 2 + weights.flip(1)
+        return self.merge(torch.einsum("bhnm,bhmd->bhnd", self.weights, v))
+
+
+@pytest.mark.parametrize("module", [Silent, Mixed, Doubled])
+def test_weights_are_those_that_are_multiplied_by_the_values(module):
+    placed = WholeAttention(module, D, 3, GRID, 1).eval()
+    output, weights = placed(tokens(), need_weights=True)
+    placed(tokens())
+    own = getattr(placed.module, "weights", None)
+    own = Difference.forward(placed.module, tokens())[1] if own is None else own
+    assert_close(weights, own, rtol=0, atol=1e-6)
+    assert torch.autograd.grad(output.sum(), weights)[0].any()
+    assert placed.traits.can_mute == (module is Silent)
+
+
+class Branches(Plain):
+    """Two softmaxes, each with a product of its own."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.split(x)
+        return self.merge((q @ k.mT).softmax(dim=-1) @ v + (k @ q.mT).softmax(dim=-1) @ v)
+
+
 def test_a_note_says_which_of_two_softmaxes_is_shown(monkeypatch, capsys):
-    for module, words in ((Difference, ""), (Silent, "computes 2 softmaxes, of which the last")):
+    for module, words in ((Silent, ""), (Branches, "computes 2 softmaxes, of which the last")):
         monkeypatch.setitem(variants.ATTENTION, "mine", module)
         check_attention(ModelConfig(attention="mine", num_heads=3, embed_dim=D), GRID, 1)
         assert words in (noted := capsys.readouterr().err) and bool(noted) == bool(words)
@@ -484,12 +528,13 @@ def test_settings_that_a_module_does_not_take_are_refused(setting, monkeypatch):
     ("module", "width", "heads", "words"),
     [
         (OneHead, D, 3, "num_heads: 3 is not allowed; it must be 1 with OneHead"),
-        (Hidden, D, 1, "Hidden computes no softmax over the tokens; let its forward return"),
         (Long, D, 1, "Long returns [2, 16, 48] for tokens of [2, 17, 48]"),
         (Unknown, D, 1, "the constructor of Unknown takes kernel, which is not known here"),
         (Extra, D, 3, "bias_k, bias_v and add_zero_attn"),
+        (WithPositions, D, 1, "WithPositions needs positions (pos_embed); give a default"),
+        (FourHeads, D, 1, "its softmax has the shape [2, 4, 17, 17] instead of [2, 1, 17, 17]"),
+        (FourHeads, D, 1, "; or, if it has heads, call their number num_heads in its constructor"),
         # Of queries and keys: their shape is that of weights where heads are as wide as that.
-        (Doubled, D, 3, "its softmax has the shape [2, 6, 17, 17] instead of [2, 3, 17, 17]"),
         (Linear, 2 * N, 2, "Linear computes no softmax over the tokens; let its forward return"),
     ],
 )
@@ -863,9 +908,18 @@ class Renormalized(Plain):
         return self.merge(weights @ v), weights
 
 
-def test_weights_that_change_after_the_softmax_are_not_taken_for_dropout():
-    rows = {row.property: row.advice for row in check(Renormalized, with_cost=False)}
-    assert "changes its weights after the softmax" in rows["weights are from before dropout"]
+class ReturnsScores(Plain):
+    def forward(self, x: Tensor) -> Any:
+        q, k, _ = self.split(x)
+        return super().forward(x), q @ k.mT
+
+
+def test_weights_that_are_returned_are_not_taken_for_dropout():
+    row = "weights are from before dropout"
+    (found,) = [x for x in check(ReturnsScores, with_cost=False) if x.property == row]
+    assert "other weights than it multiplies by the values" in found.advice
+    (found,) = [x for x in check(Renormalized, with_cost=False) if x.property == row]
+    assert found.result == "passed" and "what becomes of its softmax" in found.number
 
 
 def test_heads_whose_weights_are_divided_by_their_sum_cannot_be_muted():
@@ -873,7 +927,7 @@ def test_heads_whose_weights_are_divided_by_their_sum_cannot_be_muted():
     mask = torch.ones(N, N, dtype=torch.bool).tril()
     assert placed(tokens(), mask)[0].isfinite().all()
     placed.is_gated = True
-    with pytest.raises(ValueError, match=r"divides by the sum .*, so no head can be muted"):
+    with pytest.raises(ValueError, match=r"changes weights after .*, so no head can be muted"):
         placed(tokens())
 
 

@@ -28,6 +28,7 @@ def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
     attend, mask = _masking(subject, tokens, keep, usual)
     whole = attend is not subject
+    changes = isinstance(subject, WholeAttention) and has_softmax and subject.traits.changes
     try:
         masked = Watch.run(attend, tokens, mask)
     except Exception as error:  # the user's code may raise anything
@@ -54,11 +55,13 @@ def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     elif by_image.max() > HIDDEN > by_image.min():
         advice = "the mask of one image is used for others: it has a row for each image"
     elif by_image.max() > HIDDEN:
-        advice = "hidden keys keep weight: fill their scores with -1e9 before the softmax"
+        keeps = "hidden keys keep weight: fill their scores with -1e9 before the softmax"
+        advice = "hidden keys get weight again after the softmax" if changes else keeps
     elif seen.scores is not None and is_one and (sums * usual).abs().max() > 0.01:
         advice = after
     if advice:
-        result: Any = "remark" if whole and advice is inverted else "failed"  # as torch's module
+        is_choice = changes or (whole and advice is inverted)  # as torch's module
+        result: Any = "remark" if is_choice else "failed"
         return Row("mask", result, f"largest hidden weight {hidden.max():.1g}", advice)
     blank = torch.zeros_like(mask) if mask.dtype == torch.bool else torch.full_like(mask, -1e9)
     none = Watch.run(attend, tokens, blank)

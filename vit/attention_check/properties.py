@@ -12,6 +12,7 @@ from vit.attention_check.mask import check_mask
 from vit.attention_check.projections import check_scale, compare_with_torch, match_projections
 from vit.attention_check.trial import what_is_lost
 from vit.attention_check.watch import CLOSE, GRID, B, D, N, Row, Subject, Watch, judge, trial_heads
+from vit.console import shorten
 from vit.hardware import autocast
 from vit.model.arguments import Attention, FewerArguments
 from vit.model.constructors import DROPOUTS, is_whole, takes
@@ -41,7 +42,7 @@ def properties(attention: Attention) -> Iterator[Row]:
     if shapes.result == "failed":
         return
     yield from _finite(subject, tokens)
-    yield _sums(seen)
+    yield _sums(subject, seen)
     pair = match_projections(seen)
     yield check_scale(pair)
     yield (permutation := _permutation(subject, tokens, seen))
@@ -81,7 +82,7 @@ def _images(subject: Subject, tokens: Tensor) -> Row:
 
 def _others(tokens: Tensor) -> Tensor:
     """Return a batch with the same first image and other images beside it."""
-    return torch.cat([tokens[:1], tokens[1:].flip(0) * 2])
+    return torch.cat([tokens[:1], tokens[1:].flip(0, 2) * 2])
 
 
 def _shapes(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
@@ -105,12 +106,16 @@ def _finite(subject: Subject, tokens: Tensor) -> Iterator[Row]:
         ("finite in float32", 1, torch.float32), ("finite in bfloat16", 1, torch.bfloat16),
         ("finite with large scores", 300, torch.float32),
     ):  # fmt: skip
-        with torch.no_grad(), autocast(tokens.device, precision):
-            is_finite = bool(subject(scale * tokens).isfinite().all())
-        yield judge(what, not is_finite, advice)
+        try:
+            with torch.no_grad(), autocast(tokens.device, precision):
+                is_finite = bool(subject(scale * tokens).isfinite().all())
+        except Exception as error:  # the user's code may raise anything
+            yield Row(what, "failed", "", f"{type(error).__name__}: {shorten(error, 200)}")
+        else:
+            yield judge(what, not is_finite, advice)
 
 
-def _sums(seen: Watch) -> Row:
+def _sums(subject: Subject, seen: Watch) -> Row:
     axes = {"keys": -1, "queries": -2, "heads": 1, "batch": 0}
     far = {name: (seen.weights.sum(dim) - 1).abs().max().item() for name, dim in axes.items()}
     what, number = "rows of weights sum to 1", f"off by {far['keys']:.1g}"
@@ -122,11 +127,12 @@ def _sums(seen: Watch) -> Row:
     if axis:
         advice = f"softmax runs over the {axis} (dim={axes[axis]}); use dim=-1, over the keys"
         advice += ", of weights (queries, keys)" if axis == "queries" else ""
-    elif seen.softmaxed == seen.weights.numel():
-        advice = "something changes the weights after the softmax"
-    else:
+        return Row(what, "failed", number, advice)
+    if seen.softmaxed != seen.weights.numel():
         return Row(what, "remark", number, "the weights are not those of one softmax")
-    return Row(what, "failed", number, advice)
+    is_shown = isinstance(subject, WholeAttention) and subject.traits.changes
+    advice = "something changes the weights after the softmax"
+    return Row(what, "remark" if is_shown else "failed", number, advice)
 
 
 def _permutation(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
@@ -179,7 +185,7 @@ def _independence(subject: Subject, tokens: Tensor, seen: Watch, keeps_tokens: b
             advice = "heads are mixed: each needs its own part of queries and keys, unless heads "
             advice += "exchange scores or weights, as talking heads do"
             return judge(what, changed != 1, advice, effect, is_choice=keeps_tokens)
-    return Row(what, "unknown", "", "no projection changes the weights")
+    return Row(what, "unknown", "", "no projection was seen to change the weights")
 
 
 def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
@@ -201,10 +207,12 @@ def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
         return Row(what, "remark", "", advice)
     advice = "it returns weights after dropout; those before are shown"
     if changes:
-        advice = "it changes its weights after the softmax; those of the softmax are shown"
+        advice = "it returns other weights than it multiplies by the values, which are shown"
     if are_scores:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
     number = "it returns none, so those of its softmax are shown" if weights is None else ""
+    if isinstance(subject, WholeAttention) and subject.traits.changes and seen.softmaxes:
+        number = "what becomes of its softmax before it multiplies the values is shown"
     return judge(what, lost or are_scores or changes, advice, number, is_choice=True)
 
 
@@ -241,15 +249,14 @@ def _gradients(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "a projection is no part of the module, so it never learns: keep layers in an "
         return Row(what, "failed", "", advice + "attribute or an nn.ModuleList, not in a list")
     learner = copy_module(subject)
+    before = dict(learner.named_parameters())
     # With both signs, so that some tokens pass any activation.
     learner(torch.cat([tokens, -tokens]).requires_grad_()).square().sum().backward()
     # Few tokens use few rows of a table. The bias of keys changes all scores of a row alike, so it
     # never has a gradient.
     projections = {id(matrix) for matrix in seen.matrices}
     idle = []
-    for (name, matrix), weight in zip(
-        subject.named_parameters(), learner.parameters(), strict=True
-    ):
+    for (name, matrix), weight in zip(subject.named_parameters(), before.values(), strict=True):
         grad, learns = weight.grad, weight.grad is not None or not weight.requires_grad
         if grad is not None and weight.ndim == 2:
             learns = bool(grad.any(dim=1).all() if id(matrix) in projections else grad.any())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vit.console import note_once, shorten
+from vit.hardware import autocast
 from vit.model.arguments import Attention, FewerArguments
 from vit.model.config import ModelConfig
 from vit.model.constructors import is_whole, refuse_options
@@ -23,11 +24,17 @@ from vit.settings import check
 
 
 def check_attention(
-    model: ModelConfig, grid: Grid, prefix: int = 0, hint: str = "", built_for: Grid | None = None
+    model: ModelConfig,
+    grid: Grid,
+    prefix: int = 0,
+    hint: str = "",
+    built_for: Grid | None = None,
+    precision: torch.dtype = torch.float32,
 ) -> None:
     """Try an attention on random tokens (1, N, dim), to find mistakes before training.
 
-    `built_for` is the grid for which the model is built, if that is another.
+    `built_for` is the grid for which the model is built, if that is another. The numbers are
+    checked in float32, and that it works in a precision of matrix products.
 
     Raises:
         ValueError: It fails, or does not return a finite output and the weights that it is made of.
@@ -56,12 +63,16 @@ def check_attention(
         if not (output.isfinite().all() and weights.isfinite().all()):
             raise ValueError("numbers that are not finite")
         _check_graph(module, first, output, weights)
+        with autocast(first.device, precision):
+            module(first, grid=grid)
         if isinstance(module, WholeAttention):
             _check_whole(module.eval(), first, second, grid)
     except Exception as error:
         if str(error).startswith(("num_heads: ", "attention: the constructor")):  # our own
             raise ValueError(f"model.{error}") from None
-        what = "tokens" if whole else "queries, keys and values"
+        what = "queries, keys and values"
+        if whole:  # which may take something else
+            what = f"tokens as {', '.join([*inspect.signature(variant.forward).parameters][1:4])}"
         shape = [1, tokens, dim] if whole else [1, heads, tokens, model.head_dim or dim // heads]
         if model.rel_pos == "bias":
             hint = f", with model.rel_pos=bias from scores to which its float mask is added{hint}"
@@ -135,7 +146,8 @@ def _check_model(
 
 def _check_whole(module: WholeAttention, first: Tensor, second: Tensor, grid: Grid) -> None:
     """Check that the weights of two images (1, N, dim) are read in the order of the images."""
-    if module.traits.softmaxes > 1 and module.call(first, grid=grid)[1] is None:
+    shows_last = module.traits.softmaxes > 1 and not module.traits.changes
+    if shows_last and module.call(first, grid=grid)[1] is None:
         note_once(
             f"model.attention: {type(module.module).__name__} computes {module.traits.softmaxes} "
             "softmaxes, of which the last is shown; to show others, compute the output from them "

@@ -14,9 +14,19 @@ WIDTHS = (
     "dim", "embed_dim", "d_model", "input_dim", "input_size", "hidden_size", "n_embd", "d_in",
     "d_out", "hidden_dim", "emb_dim", "embedding_dim", "model_dim", "output_dim", "out_dim",
     "embed_size", "emb_size", "num_hiddens", "n_embed", "d", "hid_dim", "d_embed", "in_dim",
-    "embedding_size",
+    "embedding_size", "emb", "feats", "num_units",
 )  # fmt: skip
-HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
+HEADS = (
+    "num_heads",
+    "heads",
+    "n_heads",
+    "nhead",
+    "n_head",
+    "num_attention_heads",
+    "n_attention_heads",
+    "h",
+    "head",
+)
 HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
 DROPOUTS = (
     "dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop",

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from vit.model.attention import masked_softmax
 
 SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
 
 
 def by_image(weights: Tensor, size: tuple[int, ...], heads_first: bool) -> Tensor:
@@ -45,6 +46,7 @@ class ReadSoftmax(TorchFunctionMode):
         self.size, self.mask, self.gates, self.given = size, mask, gates, given
         self.heads_first = heads_first
         self.weights: Tensor | None = None  # (B, H, N, N)
+        self.used: Tensor | None = None  # likewise: the first factor of the last product
         self.softmaxes = 0  # of all heads at once
         self.heads: list[Tensor] = []  # of single heads, (B, N, N) or (N, N) each
         self.surplus = False  # whether heads have further softmaxes
@@ -56,6 +58,8 @@ class ReadSoftmax(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._project(*args, **kwargs)
+        if func in PRODUCTS and len(args) > 1:
+            args = *args[:-2], self._used(args[-2]), args[-1]  # einsum begins with a formula
         if func not in SOFTMAXES:
             return func(*args, **kwargs)
         given: Tensor = args[0] if args else kwargs["input"]
@@ -68,6 +72,21 @@ class ReadSoftmax(TorchFunctionMode):
         scores = given.masked_fill(~mask, torch.finfo(given.dtype).min)
         options = {key: value for key, value in kwargs.items() if key != "input"}
         return self._gated(func(scores, *args[1:], **options).masked_fill(~mask, 0.0))
+
+    def _used(self, factor: Any) -> Any:
+        """Keep the first factor of a product if it has the shape of weights; return it."""
+        is_pairs = isinstance(factor, Tensor) and factor.shape[-2:] == self.size[2:]
+        if not is_pairs or factor.numel() != math.prod(self.size):
+            return factor
+        self.used = by_image(factor, self.size, self.heads_first)
+        return self._in_order(self.used, factor)
+
+    @property
+    def changed(self) -> Tensor | None:
+        """What was multiplied by the values, unless that is what a softmax returned."""
+        if self.used is None or self.weights is None:
+            return self.used
+        return None if torch.allclose(self.used, self.weights, atol=1e-5) else self.used
 
     def _mask_of(self, scores: Tensor) -> Tensor | None:
         """Return the mask of scores (..., N, N), in their shape."""

@@ -1,7 +1,7 @@
 """Whole attention modules, as people write them in notebooks, in place of our own.
 
 A whole module has projections of its own; its constructor takes a width, and perhaps the number of
-heads. Its weights are what its softmax returns, before dropout, whether it returns them or not.
+heads. Its weights are what it multiplies by the values, whether it returns them or not.
 
 Shapes: B batch, H heads, N tokens, D token width.
 """
@@ -21,7 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
 from vit.model.attention import MultiHeadSelfAttention, for_all_heads
-from vit.model.constructors import RATES, constructor_arguments, is_whole, refuse_options
+from vit.model.constructors import (
+    HEADS,
+    RATES,
+    constructor_arguments,
+    is_whole,
+    refuse_options,
+    takes,
+)
 from vit.model.positions import Grid
 from vit.model.read_softmax import ReadSoftmax, by_image
 
@@ -74,6 +81,7 @@ class Traits:
 
     softmaxes: int  # over the tokens, of all heads at once
     has_softmax: bool  # one over the tokens for each head, which can be read and masked
+    changes: bool  # whether other weights than those of the softmax are multiplied by the values
     can_mute: bool  # whether the output without a head is that of zero weights
     heads_first: bool  # whether the softmax has the first head of all images first
     problem: str  # why heads cannot be muted, if so
@@ -132,6 +140,10 @@ class WholeAttention(nn.Module):
         inputs = inspect.signature(self.module.forward).parameters
         self.mask_name = next((key for key in MASKS if key in inputs), None)
         required = [n for n, p in inputs.items() if is_required(p) and n not in MASKS + PLACE]
+        for given in required[1:]:
+            if "pos" in given or "freq" in given:
+                what = f"positions ({given})"
+                raise ValueError(f"attention: {attention.__name__} needs {what}; give a default")
         self.inputs = min(max(1, len(required)), 3)  # 3 for query, key and value
         self.place |= dict.fromkeys(required[3:])  # such as lengths, which are not known
         # In the masks of torch's module True hides a key, so only its softmax is masked.
@@ -192,11 +204,17 @@ class WholeAttention(nn.Module):
                 output, _ = self.call(x, own, grid)
         combines = read.softmaxes > 1 and weights is not None and weights.shape == size
         if traits.has_softmax and read.weights is not None and not combines:
-            weights = read.weights
+            weights = read.weights if read.used is None or not traits.changes else read.used
+        elif weights is None and traits.changes:
+            weights = read.used
         if weights is None:
             hint = "let its forward return the attention weights too: return output, weights"
             if read.other is not None:
                 hint = f"its softmax has the shape {[*read.other]} instead of {[*size]}; {hint}"
+                if not takes(type(self.module), HEADS):
+                    hint += (
+                        f"; or, if it has heads, call their number {HEADS[0]} in its constructor"
+                    )
             raise ValueError(f"attention: {traits.problem}; {hint}")
         return output * (self.gates.amax(dim=0) > 0), weights
 
@@ -240,21 +258,29 @@ class WholeAttention(nn.Module):
                         numbers = torch.arange(parameter.numel()).view_as(parameter)
                         parameter.add_(0.1 * numbers.sin().square())
             read = self._try(dim, grid)
-            alone, muted = self._try(dim, grid, images=1), self._try(dim, grid, mute=True)
+            alone = self._try(dim, grid, images=1)
+            muted = self._try(dim, grid, mute=True)
         self.module = module
         several = read is not None and read.surplus  # for a head, which therefore cannot be muted
         tries = [one for one in (other, alone, read) if one is not None]
         # One softmax of all heads of an image, called for each, may look like one of a head.
         is_one = len({one.softmaxes for one in tries if one is not other}) < 2
         has_softmax = is_one and not several and all(one.weights is not None for one in tries)
-        problem = f"{name} divides by the sum of a head's weights after its softmax"
+        changed = None if read is None else read.changed
+        if other is not None and other.changed is None:
+            changed = None  # heads as wide as there are tokens, multiplied by a matrix
+        can_mute = has_softmax and muted is not None
+        if muted is not None and muted.used is not None and changed is not None:
+            can_mute &= torch.allclose(muted.used, changed * muted.gates[:, None, None])
+        problem = f"{name} changes weights after its softmax"
         if not has_softmax:
             count = "several softmaxes for each head" if several else "no softmax over the tokens"
             problem = f"{name} computes {count}"
         return Traits(
             softmaxes=0 if read is None else read.softmaxes,
             has_softmax=has_softmax,
-            can_mute=has_softmax and muted is not None,
+            changes=changed is not None,
+            can_mute=can_mute,
             heads_first=read is not None and _is_heads_first(alone, read),
             problem=problem,
         )
@@ -262,7 +288,7 @@ class WholeAttention(nn.Module):
     def _try(self, dim: int, grid: Grid, images: int = 2, mute: bool = False) -> ReadSoftmax | None:
         """Attend to tokens of different images; return what was read, or None if that fails.
 
-        With `mute`, all heads are muted, which fails if the output is not finite.
+        With `mute`, the first head is muted, which fails if the output is not finite.
         """
         num_tokens = self.num_prefix_tokens + math.prod(grid)
         size = images, self.num_heads, num_tokens, num_tokens
@@ -272,7 +298,9 @@ class WholeAttention(nn.Module):
         lazy = any(map(is_lazy, self.module.parameters()))
         trial = (self if lazy else copy_module(self)).eval()
         try:
-            read = ReadSoftmax(size, None, torch.full((self.num_heads,), float(not mute)))
+            gates = torch.ones(self.num_heads)
+            gates[0] = float(not mute)
+            read = ReadSoftmax(size, None, gates)
             with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
                 output, _ = trial.call(tokens, grid=grid)
             return None if mute and not output.isfinite().all() else read

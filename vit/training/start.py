@@ -209,7 +209,8 @@ def _check_vit(config: Config, untrained: Classifier) -> None:
         sizes.setdefault(small, "; --train.small_share 0 trains with no fewer")
     for size, hint in sizes.items():
         grid, full = (built.patch_embed.grid(*one) for one in (size, full_size))
-        check_attention(model, grid, built.num_prefix_tokens, hint, full)
+        precision = choose_precision(train.precision, choose_device(train.device))
+        check_attention(model, grid, built.num_prefix_tokens, hint, full, precision)
 
 
 def _check_timm(config: Config, untrained: Classifier) -> None:
