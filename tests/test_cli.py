@@ -117,7 +117,7 @@ def test_bad_words_are_one_line_that_names_key_value_and_allowed():
 
 def test_a_mistake_ends_the_program_in_one_line(tmp_path):
     words = ["--modle.depth", "3", "--out", str(tmp_path / "out")]
-    command = [sys.executable, "-OO", str(ROOT / "train.py"), *words]  # without docstrings
+    command = [sys.executable, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: modle.depth: no such key; did you mean model.depth?\n"

@@ -5,6 +5,7 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,8 +150,13 @@ def images() -> Tensor:
     return torch.randint(256, (50, 3, 8, 8), dtype=torch.uint8, generator=generator)
 
 
-def classify(model: VisionTransformer, precision: torch.dtype = torch.float32) -> Classifier:
-    return Classifier(model, PREPROCESS, names(10), torch.device("cpu"), precision)
+CLASSES = names(10)
+
+
+def classify(
+    model: VisionTransformer, precision: torch.dtype = torch.float32, classes: Any = CLASSES
+) -> Classifier:
+    return Classifier(model, PREPROCESS, classes, torch.device("cpu"), precision)
 
 
 def test_logits_are_the_model_whatever_the_batch_size_and_near_it_in_bfloat16(model, images):
@@ -200,7 +206,10 @@ def test_what_would_give_wrong_predictions_is_refused(model, images):
         with pytest.raises(ValueError, match=r"training mode .* call model.eval\(\)"):
             use()
     with pytest.raises(ValueError, match=r"classes: 9 names .* 10 names, one for each logit"):
-        dataclasses.replace(classify(model), classes=names(9))
+        dataclasses.replace(classify(model), classes=names(9)).logits(images)
+    other = copy.deepcopy(model)  # whose num_classes is still 10
+    other.head = torch.nn.Linear(16, 9)
+    assert classify(other, classes=names(9)).logits(images).shape[1] == 9
     with pytest.raises(ValueError, match=r"classes: .*; it must be names that differ"):
         dataclasses.replace(classify(model), classes=("crane",) * 10)
     preprocess = Preprocess((2240, 1120), (0.5,), (0.5,))

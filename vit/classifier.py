@@ -25,9 +25,10 @@ from vit.explain.maps import DEFAULTS, attention_maps
 from vit.hardware import autocast, describe, map_on_cores
 from vit.model.attention_model import attention_model, require_attention
 from vit.model.config import ModelConfig
+from vit.model.copying import copy_module
 from vit.model.timm_model import complete_arguments, create
 from vit.model.vit import VisionTransformer
-from vit.model.whole_attention import copy_module, stores_results
+from vit.model.whole_attention import stores_results
 from vit.settings import require
 
 PART = 64  # images per forward pass on a CPU, whose activations fit into a core's cache
@@ -105,9 +106,6 @@ class Classifier:
         self._require_evaluation()
         different = len({*self.classes}) == len(self.classes)
         require(different, "classes", self.classes, "names that differ from each other")
-        logits = getattr(self.model, "num_classes", 0) or len(self.classes)
-        names = f"{logits} names, one for each logit"
-        require(logits == len(self.classes), "classes", f"{len(self.classes)} names", names)
         if any(t.is_inference() for t in (*self.model.parameters(), *self.model.buffers())):
             with torch.inference_mode(False):  # where copies may have gradients, which maps need
                 object.__setattr__(self, "model", copy_module(self.model))
@@ -201,6 +199,10 @@ class Classifier:
         self._require_evaluation()
         with autocast(self.device, self.precision):
             logits: Tensor = self.model(inputs)
+        names = f"{logits.shape[1]} names, one for each logit"
+        require(
+            logits.shape[1] == len(self.classes), "classes", f"{len(self.classes)} names", names
+        )
         return logits.float()
 
     @torch.no_grad()
@@ -250,7 +252,7 @@ class Classifier:
             part = slice(start, start + batch_size)
             labels = None if target is None else target[part].to(self.device)
             inputs = self.normalize(images[part])
-            with autocast(self.device, torch.float32):  # whatever the caller's
+            with autocast(self.device, torch.float32):  # not in the caller's autocast
                 maps = attention_maps(self.model, inputs, kinds, labels, precision, rollout)
             parts.append(maps)
         logits = torch.cat([logits for logits, _ in parts])
@@ -284,11 +286,9 @@ class Classifier:
         photos = photos if isinstance(photos, list | tuple) else [photos]
         require(len(photos) > 0, "photos", "an empty list", "one or more")
         # Two threads must not load one Pillow image.
-        different = {id(photo): photo for photo in photos}
-        threads = min(len(different), torch.get_num_threads())
-        resized = map_on_cores(self.preprocess.resize, different.values(), threads)
-        found = dict(zip(different, resized, strict=True))
-        return torch.stack([found[id(photo)] for photo in photos])
+        repeated = len({*map(id, photos)}) < len(photos)
+        threads = 1 if repeated else min(len(photos), torch.get_num_threads())
+        return torch.stack(map_on_cores(self.preprocess.resize, photos, threads))
 
     @overload
     def explain(

@@ -256,8 +256,7 @@ def _add_fields(parser: Any, config: Any, prefix: str = "", short: bool = False)
             group = parser if short else parser.add_argument_group(title)
             _add_fields(group, field.type, f"{field.name}.", short)
             continue
-        # Docstrings are missing under python -OO.
-        help_text = " ".join(about.get(field.name, "").split()).replace("%", "%%")
+        help_text = " ".join(about[field.name].split()).replace("%", "%%")
         is_list = field.type == ImageSize or typing.get_origin(field.type) is tuple
         options: dict[str, Any] = {"nargs": "+"} if is_list else {}
         if field.default is field.default_factory:  # neither is given

@@ -22,7 +22,7 @@ from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
 from vit.intervals import Z, bootstrap, fraction, interval_of_mean
-from vit.model.whole_attention import copy_module
+from vit.model.copying import copy_module
 from vit.run.length import Length
 from vit.settings import require
 

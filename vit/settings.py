@@ -54,10 +54,6 @@ def _rows_and_columns(value: Any) -> Any:
     return (value, value) if isinstance(value, int | str) else value
 
 
-def _path_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
 def expand(path: str) -> str:
     """Replace a leading ~ by the home of a user, if there is one."""
     return os.path.expanduser(path)  # noqa: PTH111 - Path.expanduser fails without
@@ -82,8 +78,9 @@ AutoOrSwitch = Annotated[
 Text = Annotated[str, Field(max_length=1000)]
 ClassNames = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_unique)]
 PathName = Annotated[
-    str, Field(min_length=1, max_length=1000), AfterValidator(expand), BeforeValidator(_path_text)
-]
+    str, Field(min_length=1, max_length=1000), AfterValidator(expand),
+    BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path),
+]  # fmt: skip
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 Pixels = Annotated[int, Field(ge=1, le=10_000)]

@@ -192,7 +192,9 @@ def test_runs_that_start_together_download_once(offer, monkeypatch):
         second = threading.Thread(target=lambda: found.append(open_images(data, train=True)))
         with FileLock(Path(data.root) / ".download.lock"):
             second.start()
-            asks.wait()
+            assert asks.wait(60)
+            second.join(0.3)
+            assert second.is_alive()  # without the lock, it would have failed to download
             patch.undo()
             tv.CIFAR10(data.root, download=True)
             patch.setattr(tv.CIFAR10, "url", "http://127.0.0.1:9/cifar")

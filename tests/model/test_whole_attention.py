@@ -148,7 +148,7 @@ def test_a_trial_finds_out_how_a_module_works_whatever_its_weights(tmp_path):
     with torch.device("meta"):
         blocks = VisionTransformer(**SIZES, depth=2, num_heads=3, attention=Undecided).blocks
     traits = blocks[0].attn.traits
-    assert traits.heads_first and traits.has_softmax and traits.can_mute
+    assert traits.orders == (True, True) and traits.has_softmax and traits.can_mute
     assert traits is blocks[1].attn.traits  # because it takes time
     settings = {"attention": "torch.nn:MultiheadAttention", "embed_dim": D, "num_heads": 3}
     model = load(save_untrained(tmp_path, {**settings, "depth": 1}), "cpu").model
@@ -262,16 +262,74 @@ class Mixed(Plain):
         return self.merge(torch.einsum("bhnm,bhmd->bhnd", self.weights, v))
 
 
-@pytest.mark.parametrize("module", [Silent, Mixed, Doubled])
-def test_weights_are_those_that_are_multiplied_by_the_values(module):
-    placed = WholeAttention(module, D, 3, GRID, 1).eval()
+class Transposed(Plain):
+    """Weights with the heads first in the product, but not in the softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        self.weights = (q @ k.mT).softmax(dim=-1)
+        return self.merge((self.weights.transpose(0, 1) @ v.transpose(0, 1)).transpose(0, 1))
+
+
+class Reordered(Plain):
+    """Weights with the heads first in the softmax, but not in the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT).transpose(0, 1).flatten(0, 1).softmax(dim=-1)
+        self.weights = weights.unflatten(0, (self.heads, -1)).transpose(0, 1)
+        return self.merge(self.weights @ v)
+
+
+class InDouble(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        self.weights = F.softmax(q @ k.mT, dim=-1, dtype=torch.float64).to(v.dtype)
+        return self.merge(self.weights @ v)
+
+
+class ByImage(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = [(of_q @ of_k.mT)[0] for of_q, of_k in zip(q, k, strict=True)]
+        self.weights = torch.stack([one.softmax(dim=-1) for one in scores])[:, None]
+        return self.merge(self.weights @ v)
+
+
+class MixedLater(Plain):
+    """Heads that a matrix mixes and a number scales, but not before training."""
+
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__(d_model, nhead)
+        self.mix, self.alpha = nn.Parameter(torch.eye(nhead)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (q @ k.mT).softmax(dim=-1)
+        mix = self.mix / self.mix.sum(dim=0)  # rows still sum to 1
+        self.weights = torch.einsum("bhnm,hg->bgnm", weights, mix) + self.alpha * weights.mT
+        return self.merge(self.weights @ v)
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize(
+    "module",
+    [Silent, Mixed, Doubled, Transposed, Reordered, InDouble, ByImage, MixedLater],
+)
+def test_weights_are_those_that_are_multiplied_by_the_values(module, prefix):
+    heads, grid = 1 if module is ByImage else 3, GRID if prefix else (1, N)
+    placed = WholeAttention(module, D, heads, grid, prefix).eval()
+    if module is MixedLater:
+        with torch.no_grad():
+            placed.module.mix.copy_(torch.rand(3, 3))
+            placed.module.alpha.fill_(0.5)
     output, weights = placed(tokens(), need_weights=True)
     placed(tokens())
     own = getattr(placed.module, "weights", None)
     own = Difference.forward(placed.module, tokens())[1] if own is None else own
-    assert_close(weights, own, rtol=0, atol=1e-6)
+    assert_close(weights, own, rtol=0, atol=1e-6, check_dtype=False)
     assert torch.autograd.grad(output.sum(), weights)[0].any()
-    assert placed.traits.can_mute == (module is Silent)
+    assert placed.traits.can_mute == (module not in (Mixed, Doubled, MixedLater))
 
 
 class Branches(Plain):
@@ -919,7 +977,7 @@ def test_weights_that_are_returned_are_not_taken_for_dropout():
     (found,) = [x for x in check(ReturnsScores, with_cost=False) if x.property == row]
     assert "other weights than it multiplies by the values" in found.advice
     (found,) = [x for x in check(Renormalized, with_cost=False) if x.property == row]
-    assert found.result == "passed" and "what becomes of its softmax" in found.number
+    assert found.result == "passed" and "those that multiply the values" in found.number
 
 
 def test_heads_whose_weights_are_divided_by_their_sum_cannot_be_muted():

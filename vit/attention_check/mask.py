@@ -19,7 +19,8 @@ HIDDEN = 1e-6  # largest weight of a key that is hidden
 def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     """Check that keys that a mask hides get no weight, for each image and with no key at all."""
     own = subject if isinstance(subject, WholeAttention) else subject.attention
-    has_softmax = isinstance(subject, WholeAttention) and subject.traits.has_softmax
+    traits = subject.traits if isinstance(subject, WholeAttention) else None
+    has_softmax = traits is not None and traits.has_softmax
     if getattr(own, "mask_name", "") is None and not has_softmax:
         return Row("mask", "remark", "", "taken by no argument, so tokens cannot be hidden")
     place = torch.arange(N) - torch.arange(B)[:, None, None]
@@ -28,7 +29,7 @@ def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     usual = (seen.weights.abs() * keep[:, None]).sum(dim=-1, keepdim=True) > CLOSE
     attend, mask = _masking(subject, tokens, keep, usual)
     whole = attend is not subject
-    changes = isinstance(subject, WholeAttention) and has_softmax and subject.traits.changes
+    changes = traits is not None and has_softmax and traits.changes
     try:
         masked = Watch.run(attend, tokens, mask)
     except Exception as error:  # the user's code may raise anything
@@ -42,7 +43,7 @@ def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
     sums = (weights - seen.weights).sum(dim=-1, keepdim=True)
     is_one = bool((seen.weights.sum(dim=-1) - 1).abs().max() < CLOSE)
     after = "the mask is applied after the softmax, so rows do not sum to 1; mask the scores"
-    advice = ""
+    advice, again = "", "hidden keys get weight again after the softmax"
     inverted = "the mask is inverted: it is True where a query may attend; hide mask == 0"
     if whole:
         inverted = "the mask is inverted: True hides a key, as in torch.nn.MultiheadAttention. It "
@@ -56,11 +57,11 @@ def check_mask(subject: Subject, tokens: Tensor, seen: Watch) -> Row:
         advice = "the mask of one image is used for others: it has a row for each image"
     elif by_image.max() > HIDDEN:
         keeps = "hidden keys keep weight: fill their scores with -1e9 before the softmax"
-        advice = "hidden keys get weight again after the softmax" if changes else keeps
+        advice = again if changes else keeps
     elif seen.scores is not None and is_one and (sums * usual).abs().max() > 0.01:
         advice = after
     if advice:
-        is_choice = changes or (whole and advice is inverted)  # as torch's module
+        is_choice = advice is again or (whole and advice is inverted)  # as torch's module
         result: Any = "remark" if is_choice else "failed"
         return Row("mask", result, f"largest hidden weight {hidden.max():.1g}", advice)
     blank = torch.zeros_like(mask) if mask.dtype == torch.bool else torch.full_like(mask, -1e9)

@@ -16,7 +16,8 @@ from vit.console import shorten
 from vit.hardware import autocast
 from vit.model.arguments import Attention, FewerArguments
 from vit.model.constructors import DROPOUTS, is_whole, takes
-from vit.model.whole_attention import WholeAttention, build_attention, copy_module
+from vit.model.copying import copy_module
+from vit.model.whole_attention import WholeAttention, build_attention
 from vit.seeding import generator
 
 
@@ -212,7 +213,7 @@ def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
     number = "it returns none, so those of its softmax are shown" if weights is None else ""
     if isinstance(subject, WholeAttention) and subject.traits.changes and seen.softmaxes:
-        number = "what becomes of its softmax before it multiplies the values is shown"
+        number = "those that multiply the values are shown, not those of the softmax"
     return judge(what, lost or are_scores or changes, advice, number, is_choice=True)
 
 

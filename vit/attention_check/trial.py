@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vit.console import note_once, shorten
 from vit.hardware import autocast
-from vit.model.arguments import Attention, FewerArguments
+from vit.model.arguments import MASKS, PLACE, Attention, FewerArguments, is_required
 from vit.model.config import ModelConfig
 from vit.model.constructors import is_whole, refuse_options
 from vit.model.positions import Grid
@@ -72,7 +72,9 @@ def check_attention(
             raise ValueError(f"model.{error}") from None
         what = "queries, keys and values"
         if whole:  # which may take something else
-            what = f"tokens as {', '.join([*inspect.signature(variant.forward).parameters][1:4])}"
+            inputs = inspect.signature(variant.forward).parameters.items()
+            names = [n for n, p in inputs if is_required(p) and n not in MASKS + PLACE]
+            what = f"tokens as {', '.join(names[1:4])}"
         shape = [1, tokens, dim] if whole else [1, heads, tokens, model.head_dim or dim // heads]
         if model.rel_pos == "bias":
             hint = f", with model.rel_pos=bias from scores to which its float mask is added{hint}"
@@ -111,7 +113,8 @@ def what_is_lost(
 ) -> str:
     """Return why a model file would not store all of an attention; "" if it does."""
     place: dict[str, Any] = {"grid": grid, "num_prefix_tokens": prefix, **options}
-    trained, loaded = (build_attention(attention, dim, num_heads, **place).eval() for _ in range(2))
+    trained = build_attention(attention, dim, num_heads, **place).eval()
+    loaded = build_attention(attention, dim, num_heads, like=trained, **place).eval()
     if any(isinstance(x, Tensor) and x.is_complex() for x in trained.state_dict().values()):
         return "it has complex numbers: store torch.view_as_real of them, or use persistent=False"
     if not all(parameter.isfinite().all() for parameter in trained.parameters()):

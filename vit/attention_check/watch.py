@@ -98,7 +98,7 @@ class Watch(TorchFunctionMode):
         """Attend to tokens (B, N, D) with a `Subject` and return what was seen."""
         with torch.no_grad(), cls(**changes) as watch:
             watch.output, watch.weights = subject(tokens, mask, need_weights=True)
-        heads_first = isinstance(subject, WholeAttention) and subject.traits.heads_first
+        heads_first = isinstance(subject, WholeAttention) and subject.traits.orders[0]
         if watch.scores is not None and heads_first:
             watch.scores = by_image(watch.scores, (B, watch.scores.shape[1], N, N), True)
         return watch

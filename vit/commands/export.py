@@ -16,7 +16,7 @@ from vit.console import printable, say
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
 from vit.files import inside, require_file, write_atomically
-from vit.model.whole_attention import copy_module
+from vit.model.copying import copy_module
 from vit.model_file import SavedModel
 from vit.pretrained.load import load
 from vit.reporting.export_formats import FORMATS, Runner

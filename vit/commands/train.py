@@ -59,7 +59,7 @@ EVALUATORS: tuple[Callable[[Setup], Evaluator | None], ...] = (
 RUNNING = threading.Lock()  # torch's random numbers and threads are those of the process
 
 
-@torch.inference_mode(False)  # nor without gradients, which a notebook may have turned off
+@torch.inference_mode(False)  # also turns gradients on, which a notebook may have turned off
 def train(
     config: Config, overwrite: bool = False, allow_changes: bool = False, plans: Plans | None = None
 ) -> dict[str, Any] | None:
@@ -102,7 +102,7 @@ def train(
         check_config(plan)
     with _alone(), start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
-        run, step = build_step(run, training, source, len(held_out), plans)
+        run, step = build_step(run, training, source, plans)
         del source  # its weights are in the model
         if run.world.main:
             say(start_text(run.config, step, training, held_out))
@@ -227,6 +227,9 @@ def build_loop(
         "classes": list(step.classes), "num_images": len(training),
         "fingerprint": training.fingerprint, "environment": {**run.environment(), **began},
     }  # fmt: skip
+    # Expected until it is measured: classifying an image takes a third of training on it.
+    seconds = step.state.length.seconds(0, 1) if step.state.length.costs else 0.0
+    latest = {Validation.name: seconds / schedule.batch_size * len(held_out) / 3}
     draw = partial(epoch_batches, len(training))
     if config.data.balance == "sampler":
         draw = partial(balanced_batches, training.labels)
@@ -234,7 +237,7 @@ def build_loop(
         step, training, evaluators, tracker, draw=draw,
         write_checkpoint=partial(save_state, run.folder, step.state, about, run.world),
         stop=run.stop, log_every=config.track.every, max_skipped=config.train.max_skipped,
-        deadline=deadline(config),
+        deadline=deadline(config), latest=latest,
     )  # fmt: skip
 
 

@@ -98,9 +98,9 @@ def find_parts(root: Path) -> list[Path]:
         names = join(sorted(path.name for _, path in parts or named))
         raise ValueError(
             f"data.root: {root} ({listing(root)}) can be read in two ways: {names} as parts or as "
-            "classes; for parts, point --data.root at one to split it by data.test_fraction, or "
-            "complete train/<class>/ and test/<class>/ (or val/) and move other folders away; for "
-            f"classes, rename {names}"
+            "classes; for parts, point --data.root at one of them, which data.test_fraction then "
+            "splits, or complete train/<class>/ and test/<class>/ (or val/) and move other folders "
+            f"away; for classes, rename {names}"
         )
     folder_of = {TRAIN: root / TRAIN} | dict(named) | dict(parts)
     chosen = [folder_of[word] for word in (TRAIN, *tests[:2])]

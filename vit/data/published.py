@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
     parts = [{"train": train} if by_flag else {"split": split} for split in splits]
     problem = "data.download=false, so it was not downloaded"
     for download in (False, True)[: 1 + data.download]:
-        alone: Any = contextlib.nullcontext()
         if download:
             # In the default root, other images may lie beside published data sets.
             is_target = is_stored(data) or root == Path(DataConfig.root)
@@ -68,9 +67,9 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
             for link in filter(Path.is_symlink, places):  # torchvision would write through it
                 raise ValueError(f"data.root: {link} is a link; delete it to download {data.name}")
             say(f"{data.name} is not in {root}, or damaged: unpacking or downloading it")
-            alone = FileLock(root / ".download.lock")  # for runs that start together
+        lock: Any = _download_lock(root) if download else contextlib.nullcontext()
         try:
-            with alone:
+            with lock:
                 return _join([dataset(root, **part, download=download) for part in parts], data)
         except (ImportError, MemoryError):
             raise
@@ -82,6 +81,18 @@ def read_torchvision(data: DataConfig, train: bool) -> ImageSet:
         f"{os.path.realpath(root)}, or point --data.root at the folder that contains it; `make "
         "demo` needs no download."
     )
+
+
+@contextlib.contextmanager
+def _download_lock(root: Path) -> Iterator[None]:
+    """Let runs that start together download one after the other."""
+    path = root / ".download.lock"
+    with FileLock(path):
+        try:
+            yield
+        finally:  # while the lock is held; Windows cannot, where filelock does
+            with contextlib.suppress(PermissionError):
+                path.unlink(missing_ok=True)
 
 
 def _join(sets: Sequence[Any], data: DataConfig) -> ImageSet:

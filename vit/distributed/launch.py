@@ -54,7 +54,7 @@ def launch(count: int, work: Callable[[], object]) -> None:
     torch.set_num_threads(1)  # a copy of this process has none of its threads
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")  # which a pod may have set
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")  # Kubernetes may have set others
         os.environ[MEETING] = f"file://{folder}/meeting"
         loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
         if loopback:  # the processes need no network

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vit.model.attention_model import require_attention
-from vit.model.whole_attention import WholeAttention, copy_module
+from vit.model.copying import copy_module
+from vit.model.whole_attention import WholeAttention
 
 Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens: see `Interventions`
 Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]

@@ -43,9 +43,10 @@ def with_all_arguments(attention: Attention) -> Attention:
         raise ValueError(f"attention: pass a function or a class, not an object of {kind}")
     parameters = inspect.signature(attention).parameters
     names = [name for name in parameters if name not in PLACE]
-    fifth = [parameters[name] for name in names[4:5]]
-    # A default of 0.0 is that of a rate, as in torch's function.
-    if any(is_required(p) or ("drop" in p.name and p.default != 0) for p in fifth):
+    last = parameters[names[4]] if len(names) > 4 else None
+    # A number as default is that of a rate, as in torch's function.
+    is_rate = last is not None and isinstance(last.default, float)
+    if last is not None and not is_rate and (is_required(last) or "drop" in last.name):
         return attention
     return FewerArguments(attention, next((name for name in names[3:] if name in MASKS), None))
 

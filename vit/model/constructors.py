@@ -17,16 +17,9 @@ WIDTHS = (
     "embedding_size", "emb", "feats", "num_units",
 )  # fmt: skip
 HEADS = (
-    "num_heads",
-    "heads",
-    "n_heads",
-    "nhead",
-    "n_head",
-    "num_attention_heads",
-    "n_attention_heads",
-    "h",
-    "head",
-)
+    "num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "n_attention_heads",
+    "h", "head",
+)  # fmt: skip
 HEAD_WIDTHS = ("head_dim", "dim_head", "head_size", "d_head", "d_k", "d_v")
 DROPOUTS = (
     "dropout", "dropout_rate", "dropout_p", "attn_drop", "attn_dropout", "attn_pdrop",

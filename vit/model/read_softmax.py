@@ -13,6 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from vit.model.attention import masked_softmax
 
+# Whether a softmax of all heads has (H·B, N, N), not (B·H, N, N), and whether what is multiplied by
+# the values has.
+Orders = tuple[bool, bool]
 SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax)
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
 
@@ -22,7 +25,12 @@ def by_image(weights: Tensor, size: tuple[int, ...], heads_first: bool) -> Tenso
     images, heads, *tokens = size
     if heads_first:
         return weights.reshape(heads, images, *tokens).transpose(0, 1)
-    return weights.view(size)
+    return weights.reshape(size)
+
+
+def _in_order(whole: Tensor, result: Tensor, heads_first: bool) -> Tensor:
+    """Return (B, H, N, N) in the shape and order of a softmax of all heads."""
+    return (whole.transpose(0, 1) if heads_first else whole).reshape(result.shape)
 
 
 class ReadSoftmax(TorchFunctionMode):
@@ -33,18 +41,18 @@ class ReadSoftmax(TorchFunctionMode):
         mask: Boolean, broadcastable to them; None if the module applies its own.
         gates: (H,), by which the weights of each head are multiplied after they are read.
         given: (B, H, N, N) of an earlier call, which the softmaxes of single heads return.
-        heads_first: Whether a softmax of all heads has (H·B, N, N), not (B·H, N, N).
+        orders: Those of the softmax and of what is multiplied by the values.
 
     A module may have a softmax for each head, (B, N, N), or for each head of each image, (N, N).
     """
 
     def __init__(
         self, size: tuple[int, ...], mask: Tensor | None, gates: Tensor,
-        given: Tensor | None = None, heads_first: bool = False,
+        given: Tensor | None = None, orders: Orders = (False, False),
     ) -> None:  # fmt: skip
         super().__init__()
         self.size, self.mask, self.gates, self.given = size, mask, gates, given
-        self.heads_first = heads_first
+        self.heads_first, self.used_heads_first = orders
         self.weights: Tensor | None = None  # (B, H, N, N)
         self.used: Tensor | None = None  # likewise: the first factor of the last product
         self.softmaxes = 0  # of all heads at once
@@ -78,15 +86,16 @@ class ReadSoftmax(TorchFunctionMode):
         is_pairs = isinstance(factor, Tensor) and factor.shape[-2:] == self.size[2:]
         if not is_pairs or factor.numel() != math.prod(self.size):
             return factor
-        self.used = by_image(factor, self.size, self.heads_first)
-        return self._in_order(self.used, factor)
+        self.used = by_image(factor, self.size, self.used_heads_first)
+        return _in_order(self.used, factor, self.used_heads_first)
 
     @property
     def changed(self) -> Tensor | None:
         """What was multiplied by the values, unless that is what a softmax returned."""
         if self.used is None or self.weights is None:
             return self.used
-        return None if torch.allclose(self.used, self.weights, atol=1e-5) else self.used
+        is_same = torch.allclose(self.used.float(), self.weights.float(), atol=1e-5)
+        return None if is_same else self.used
 
     def _mask_of(self, scores: Tensor) -> Tensor | None:
         """Return the mask of scores (..., N, N), in their shape."""
@@ -95,12 +104,9 @@ class ReadSoftmax(TorchFunctionMode):
         mask, first = self.mask.expand(self.size), len(self.heads)
         if self._is_part(scores):
             return mask[:, first : first + scores.shape[1]]
-        whole = scores.numel() == mask.numel()
-        return self._in_order(mask, scores) if whole else self._single(mask, scores.ndim)
-
-    def _in_order(self, whole: Tensor, result: Tensor) -> Tensor:
-        """Return (B, H, N, N) in the shape and order of a softmax of all heads."""
-        return (whole.transpose(0, 1) if self.heads_first else whole).reshape(result.shape)
+        if scores.numel() == mask.numel():
+            return _in_order(mask, scores, self.heads_first)
+        return self._single(mask, scores.ndim)
 
     def _is_part(self, scores: Tensor) -> bool:
         """Tell whether scores or weights are those of some heads: (B, n, N, N) with n < H."""
@@ -117,7 +123,7 @@ class ReadSoftmax(TorchFunctionMode):
         if weights.numel() == math.prod(self.size):
             self.softmaxes += 1
             self.weights = by_image(weights, self.size, self.heads_first)
-            return self._in_order(self.weights * self.gates[:, None, None], weights)
+            return _in_order(self.weights * self.gates[:, None, None], weights, self.heads_first)
         if self._is_part(weights):
             return torch.stack([self._gated(head) for head in weights.unbind(dim=1)], dim=1)
         images, heads, *tokens = self.size

@@ -6,18 +6,12 @@ heads. Its weights are what it multiplies by the values, whether it returns them
 Shapes: B batch, H heads, N tokens, D token width.
 """
 
-import copy
 import inspect
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from vit.model.arguments import MASKS, PLACE, Attention, accepted_arguments, is_required
 from vit.model.attention import MultiHeadSelfAttention, for_all_heads
@@ -30,9 +24,8 @@ from vit.model.constructors import (
     takes,
 )
 from vit.model.positions import Grid
-from vit.model.read_softmax import ReadSoftmax, by_image
-
-Module = TypeVar("Module", bound=nn.Module)
+from vit.model.read_softmax import ReadSoftmax
+from vit.model.traits import Traits, find_traits, make_lazy_layers
 
 
 def build_attention(
@@ -46,22 +39,8 @@ def build_attention(
     if not is_whole(attention):
         return MultiHeadSelfAttention(dim, num_heads, attention=attention, **options)
     refuse_options(attention, {RATES.get(key, key): value for key, value in options.items()})
-    traits = None if like is None else like.traits
     options = accepted_arguments(WholeAttention, options)
-    return WholeAttention(attention, dim, num_heads, traits=traits, **options)
-
-
-def copy_module(module: Module) -> Module:
-    """Return a copy of a module, without the graphs of tensors that a user's attention stores."""
-    with _WithoutGraphs():
-        return copy.deepcopy(module)
-
-
-class _WithoutGraphs(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and args[0].grad_fn is not None:
-            args = args[0].detach(), *args[1:]
-        return func(*args, **(kwargs or {}))
+    return WholeAttention(attention, dim, num_heads, traits=like and like.traits, **options)
 
 
 def stores_results(model: nn.Module) -> bool:
@@ -73,26 +52,6 @@ def stores_results(model: nn.Module) -> bool:
         if isinstance(head, nn.Module) and not type(head).__module__.startswith("vit."):
             return True
     return False
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What a trial shows of a whole module."""
-
-    softmaxes: int  # over the tokens, of all heads at once
-    has_softmax: bool  # one over the tokens for each head, which can be read and masked
-    changes: bool  # whether other weights than those of the softmax are multiplied by the values
-    can_mute: bool  # whether the output without a head is that of zero weights
-    heads_first: bool  # whether the softmax has the first head of all images first
-    problem: str  # why heads cannot be muted, if so
-
-
-def _is_heads_first(alone: ReadSoftmax | None, both: ReadSoftmax) -> bool:
-    """Tell by the weights of an image, alone and as the first of two, whether heads come first."""
-    if alone is None or alone.weights is None or both.weights is None or not both.softmaxes:
-        return False
-    orders = (by_image(both.weights, both.size, order)[:1] for order in (False, True))
-    return [torch.allclose(found, alone.weights, atol=1e-5) for found in orders] == [False, True]
 
 
 class WholeAttention(nn.Module):
@@ -140,9 +99,9 @@ class WholeAttention(nn.Module):
         inputs = inspect.signature(self.module.forward).parameters
         self.mask_name = next((key for key in MASKS if key in inputs), None)
         required = [n for n, p in inputs.items() if is_required(p) and n not in MASKS + PLACE]
-        for given in required[1:]:
-            if "pos" in given or "freq" in given:
-                what = f"positions ({given})"
+        for name in required[1:]:
+            if "pos" in name or "freq" in name:
+                what = f"positions ({name})"
                 raise ValueError(f"attention: {attention.__name__} needs {what}; give a default")
         self.inputs = min(max(1, len(required)), 3)  # 3 for query, key and value
         self.place |= dict.fromkeys(required[3:])  # such as lengths, which are not known
@@ -150,9 +109,8 @@ class WholeAttention(nn.Module):
         wraps_torch = any(isinstance(m, nn.MultiheadAttention) for m in self.module.modules())
         if wraps_torch and self.mask_name is not None:
             self.place[self.mask_name], self.mask_name = None, None
-        if any(map(is_lazy, self.module.parameters())):
-            self._try(dim, grid)  # the first call makes lazy layers
-        self.traits = self._find_traits(make, dim, grid) if traits is None else traits
+        make_lazy_layers(self, dim, grid)
+        self.traits = find_traits(self, make, dim, grid) if traits is None else traits
 
     def forward(
         self,
@@ -197,11 +155,12 @@ class WholeAttention(nn.Module):
         traits = self.traits
         # `len` would fix the number of images in exports.
         size = x.shape[0], self.num_heads, x.shape[1], x.shape[1]
-        with ReadSoftmax(size, allowed, self.gates, heads_first=traits.heads_first) as read:
+        with ReadSoftmax(size, allowed, self.gates, orders=traits.orders) as read:
             output, weights = self.call(x, own, grid)
         if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
-            with ReadSoftmax(size, allowed, self.gates, read.weights):
+            with ReadSoftmax(size, allowed, self.gates, read.weights) as again:
                 output, _ = self.call(x, own, grid)
+            read.used = again.used
         combines = read.softmaxes > 1 and weights is not None and weights.shape == size
         if traits.has_softmax and read.weights is not None and not combines:
             weights = read.weights if read.used is None or not traits.changes else read.used
@@ -242,69 +201,3 @@ class WholeAttention(nn.Module):
         if weights is not None and (weights.ndim != 4 or weights.shape[0] != x.shape[0]):
             weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
         return output, weights
-
-    def _find_traits(self, make: Callable[[], nn.Module], dim: int, grid: Grid) -> Traits:
-        """Try another module of the same class, on the CPU, where its weights have values."""
-        module, name = self.module, type(self.module).__name__
-        with torch.device("cpu"):
-            with torch.random.fork_rng(devices=[]):
-                self.module = make()
-            # The softmax of linear attention has the shape of another if heads are as wide as there
-            # are tokens, so it is told apart by another number of tokens: with a single patch.
-            other = self._try(dim, (1, 1))
-            with torch.no_grad():  # equal scores, as zeros make them, would hide the order of heads
-                for parameter in self.module.parameters():
-                    if parameter.is_floating_point() and not is_lazy(parameter):
-                        numbers = torch.arange(parameter.numel()).view_as(parameter)
-                        parameter.add_(0.1 * numbers.sin().square())
-            read = self._try(dim, grid)
-            alone = self._try(dim, grid, images=1)
-            muted = self._try(dim, grid, mute=True)
-        self.module = module
-        several = read is not None and read.surplus  # for a head, which therefore cannot be muted
-        tries = [one for one in (other, alone, read) if one is not None]
-        # One softmax of all heads of an image, called for each, may look like one of a head.
-        is_one = len({one.softmaxes for one in tries if one is not other}) < 2
-        has_softmax = is_one and not several and all(one.weights is not None for one in tries)
-        changed = None if read is None else read.changed
-        if other is not None and other.changed is None:
-            changed = None  # heads as wide as there are tokens, multiplied by a matrix
-        can_mute = has_softmax and muted is not None
-        if muted is not None and muted.used is not None and changed is not None:
-            can_mute &= torch.allclose(muted.used, changed * muted.gates[:, None, None])
-        problem = f"{name} changes weights after its softmax"
-        if not has_softmax:
-            count = "several softmaxes for each head" if several else "no softmax over the tokens"
-            problem = f"{name} computes {count}"
-        return Traits(
-            softmaxes=0 if read is None else read.softmaxes,
-            has_softmax=has_softmax,
-            changes=changed is not None,
-            can_mute=can_mute,
-            heads_first=read is not None and _is_heads_first(alone, read),
-            problem=problem,
-        )
-
-    def _try(self, dim: int, grid: Grid, images: int = 2, mute: bool = False) -> ReadSoftmax | None:
-        """Attend to tokens of different images; return what was read, or None if that fails.
-
-        With `mute`, the first head is muted, which fails if the output is not finite.
-        """
-        num_tokens = self.num_prefix_tokens + math.prod(grid)
-        size = images, self.num_heads, num_tokens, num_tokens
-        # Not zeros, which some modules divide by.
-        tokens = torch.arange(images * num_tokens * dim).sin().view(images, num_tokens, dim)
-        # The user's code may store what it computes, in the copy; the first call makes lazy layers.
-        lazy = any(map(is_lazy, self.module.parameters()))
-        trial = (self if lazy else copy_module(self)).eval()
-        try:
-            gates = torch.ones(self.num_heads)
-            gates[0] = float(not mute)
-            read = ReadSoftmax(size, None, gates)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), read:
-                output, _ = trial.call(tokens, grid=grid)
-            return None if mute and not output.isfinite().all() else read
-        except Exception:  # the user's code may raise anything
-            return None
-        finally:
-            trial.train()

@@ -26,9 +26,9 @@ from vit.console import shorten
 from vit.data.preprocess import Preprocess
 from vit.files import write_atomically, write_json
 from vit.model.config import TIMM, ModelConfig
+from vit.model.copying import copy_module
 from vit.model.timm_model import NORM_EPS, classifier_layers, complete_arguments
 from vit.model.variants import is_edited
-from vit.model.whole_attention import copy_module
 from vit.pretrained.architecture import by_their_names
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
@@ -163,7 +163,7 @@ def write_onnx(classifier: Classifier, _: ModelConfig, path: Path) -> None:
     program = to_onnx(_trace(classifier), [INPUT], [OUTPUT], dynamic_shapes=axes)
     program.model.metadata_props.update(metadata(classifier))
     for weight in program.model.graph.initializers.values():
-        weight.shape = weight.type = None  # which quantize_dynamic of ONNX Runtime does not update
+        weight.shape = weight.type = None  # ONNX Runtime's quantize_dynamic would leave them stale
     program.save(path)
 
 

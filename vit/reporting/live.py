@@ -31,7 +31,7 @@ from vit.classifier import Classifier
 from vit.console import note_once, shorten, warn
 from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
-from vit.model.whole_attention import copy_module
+from vit.model.copying import copy_module
 from vit.reporting.export_formats import to_onnx, trace
 from vit.run.tracker import add_summary
 from vit.settings import parse

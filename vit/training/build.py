@@ -26,12 +26,10 @@ from vit.data.images import ImageSet
 from vit.data.sampling import class_weights, divide_epoch
 from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded, replicate
-from vit.evaluation import sample_size
 from vit.model.attention_model import size_unit
 from vit.model.variants import is_edited
 from vit.pretrained.adapt import Pretrained
 from vit.run.length import Length
-from vit.run.tracker import LOGGED_FRACTION, LOGGED_IMAGES
 from vit.seeding import generator
 from vit.settings import changed_keys
 from vit.training.flop import flop_of_steps
@@ -42,8 +40,7 @@ from vit.training.step import TrainingStep
 from vit.training.teacher import load_teacher
 
 BATCH_NORM_FRACTION = 0.1  # of a run, over which batch norm averages its statistics, at most
-TRAINING_FRACTION = 0.99  # of a time budget; the rest is for checkpoints and changes of speed
-EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
+TRAINING_FRACTION = 0.98  # of a time budget; the rest is for checkpoints and muted heads
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 # Compiling takes half a minute to two minutes and saves about an eighth of a step.
@@ -56,19 +53,18 @@ def build_step(
     run: Run,
     training: ImageSet,
     source: Pretrained | None = None,
-    held_out: int = 0,
     plans: Plans | None = None,
 ) -> tuple[Run, TrainingStep]:
     """Build the training step with its schedule, and its state: new, pretrained or resumed.
 
-    A time budget allows for the validation of `held_out` images after each epoch. A new run whose
-    epochs reach a plan follows it, measured again; the run that is returned has its config.
+    A new run whose epochs reach a plan follows it, measured again; the run that is returned has its
+    config.
 
     Raises:
         ValueError: The checkpoint is beyond the last step or does not fit, or there is no compiler.
     """
     begin, plans = time.perf_counter(), plans or {}
-    step = _measure_step(run, training, source, held_out, begin)
+    step = _measure_step(run, training, source, begin)
     epochs = step.schedule.total_steps / step.schedule.steps_per_epoch
     reached = [start for start in plans if start <= epochs and run.checkpoint is None]
     config = plans[max(reached)] if reached else run.config
@@ -77,12 +73,12 @@ def build_step(
         if run.world.main:
             say(f"budget   {epochs:.2g} epochs fit without changes, so {'; '.join(changes)}")
         run = dataclasses.replace(run, config=config)
-        step = _measure_step(run, training, source, held_out, begin)
-    return run, _finish_step(run, step, training, held_out, begin)
+        step = _measure_step(run, training, source, begin)
+    return run, _finish_step(run, step, training, begin)
 
 
 def _measure_step(
-    run: Run, training: ImageSet, source: Pretrained | None, held_out: int, begin: float
+    run: Run, training: ImageSet, source: Pretrained | None, begin: float
 ) -> TrainingStep:
     """Build the step, not compiled, and its state, and set the length of the run."""
     state = start_state(run, training, source)
@@ -92,18 +88,16 @@ def _measure_step(
     if run.config.train.budget_minutes is None:
         state.length.plan(run.config.train.epochs * step.schedule.steps_per_epoch)
     elif not state.length.total_steps:
-        _fit_budget(run, step, training, held_out, begin)
+        _fit_budget(run, step, training, begin)
     return step
 
 
-def _finish_step(
-    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
-) -> TrainingStep:
+def _finish_step(run: Run, step: TrainingStep, training: ImageSet, begin: float) -> TrainingStep:
     """Compile the step if the run is long enough, and set the length by the compiled step."""
     state = step.state
     step = compile_step(run, step)
     if step.compiled and state.length.costs and run.checkpoint is None:
-        _fit_budget(run, step, training, held_out, begin)
+        _fit_budget(run, step, training, begin)
     total_steps = state.length.total_steps
     state.seconds += time.perf_counter() - begin
     if state.step > total_steps:
@@ -122,7 +116,7 @@ def _finish_step(
 
 
 def deadline(config: Config) -> float | None:
-    """Return the seconds of training after which a run should end; None if at any time."""
+    """Return the seconds of training by which a run should end; None without a time budget."""
     if config.train.budget_minutes is None:
         return None
     return TRAINING_FRACTION * 60 * config.train.budget_minutes
@@ -169,27 +163,19 @@ def _build_schedule(run: Run, num_images: int, unit: int, length: Length) -> Sch
     )  # fmt: skip
 
 
-def _fit_budget(
-    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
-) -> None:
+def _fit_budget(run: Run, step: TrainingStep, training: ImageSet, begin: float) -> None:
     """Set the length of the run to as many steps, at least 1, as fit into its time budget.
 
-    The budget counts from `begin`, and includes logging and the validation of `held_out` images.
+    The budget counts from `begin`. Logging and validation shorten the run when they are measured.
     """
-    state, track, seconds = step.state, run.config.track, deadline(run.config)
+    state, seconds = step.state, deadline(run.config)
     assert seconds is not None, "there is a budget"
     before = copy.deepcopy(state.state_dict())
     costs = time_phases(step, training, (begin + seconds - time.perf_counter()) / 4)
     state.load_state_dict(before)
     length = state.length
     length.costs = costs
-    # Classifying an image takes a third of the products of a training step.
-    sample = step.schedule.small_fraction * sample_size(len(training))  # see `Validation`
-    validated = (held_out + sample) / 3 / len(training) if held_out else 0
-    end = begin + seconds - (EXPORT_SECONDS if track.probes and track.live_mb else 0)
-    steps = (end - time.perf_counter()) / (length.seconds(0, 1) * (1 + validated))
-    logged = LOGGED_IMAGES * track.milestones * track.probes
-    steps -= min(logged / step.schedule.batch_size, LOGGED_FRACTION * steps)
+    steps = (begin + seconds - time.perf_counter()) / length.seconds(0, 1)
     length.plan(step.world.agree(max(1, int(steps))))
 
 

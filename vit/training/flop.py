@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit.hardware import local_processes
-from vit.model.whole_attention import copy_module
+from vit.model.copying import copy_module
 from vit.training.step import TrainingStep
 
 

@@ -50,13 +50,13 @@ class Loop:
     log_every: int  # steps between two points of the training curves
     max_skipped: int  # consecutive skipped steps after which the run gives up
     deadline: float | None = None  # seconds of training by which to end; None without a budget
+    # Seconds of the latest run of each evaluator, or what is expected of the first.
+    latest: dict[str, float] = field(default_factory=dict)
+    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by evaluator
     _since: float = 0.0  # time up to which state.seconds has counted
     # Step and seconds at which the length of the run was chosen last. A resumed run compiles first,
     # so its next tenth says nothing.
     _chosen: tuple[int, float] | None = None
-    # Seconds of each evaluator: all of them, and those of the last time.
-    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _last: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Train to the end, saving a checkpoint after each epoch.
@@ -156,7 +156,7 @@ class Loop:
             return
         first, began = chosen
         expected = (step - first) * length.seconds(length.done(first), done)
-        left = self.deadline - now - sum(self._last.values())  # each runs after the last step
+        left = self.deadline - now - sum(self.latest.values())  # all run again after the last step
         left = left / length.seconds(done, 1) * expected / (now - began)
         length.change(step, self.step.world.agree(step + int(min(max(1, left), MOST_STEPS))))
         bar.total = length.total_steps
@@ -218,8 +218,8 @@ class Loop:
                     numbers[tag] = float(value)
         except OSError as error:  # a full disk must not end the run
             warn(f"{evaluator.name} at step {step} is incomplete: {error}")
-        self._last[evaluator.name] = time.perf_counter() - begin
-        self._spent[evaluator.name] += self._last[evaluator.name]
+        self.latest[evaluator.name] = time.perf_counter() - begin
+        self._spent[evaluator.name] += self.latest[evaluator.name]
         return numbers
 
     def _save(self) -> None:

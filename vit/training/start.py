@@ -203,13 +203,13 @@ def _check_vit(config: Config, untrained: Classifier) -> None:
     if not is_edited(model.attention):
         return
     built, full_size = require_attention(untrained.model), untrained.preprocess.image_size
+    precision = choose_precision(train.precision, choose_device(train.device))
     sizes = {full_size: ""}
     if train.small_share:
         small = scaled_size(full_size, train.small_scale, built.patch_embed.patch_size)
         sizes.setdefault(small, "; --train.small_share 0 trains with no fewer")
     for size, hint in sizes.items():
         grid, full = (built.patch_embed.grid(*one) for one in (size, full_size))
-        precision = choose_precision(train.precision, choose_device(train.device))
         check_attention(model, grid, built.num_prefix_tokens, hint, full, precision)
 
 

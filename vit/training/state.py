@@ -12,9 +12,9 @@ from vit.console import note, say, shorten
 from vit.data.images import ImageSet
 from vit.data.layout import join
 from vit.distributed.shard import gathered, needs_shards, shard, to_local
+from vit.model.copying import copy_module
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import classifier_layers
-from vit.model.whole_attention import copy_module
 from vit.pretrained.adapt import Pretrained
 from vit.run.checkpoint import Checkpoint
 from vit.run.length import Length
