@@ -11,6 +11,8 @@ from vit.classifier import Classifier, build_model
 from vit.config import Config
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
+from vit.explain.interventions import set_gates
+from vit.model.copying import copy_module
 from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
 
@@ -73,3 +75,10 @@ def save_untrained(
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "model.safetensors", classifier, config, step=1)
     return folder
+
+
+def with_gates(model: nn.Module, gates: Tensor) -> nn.Module:
+    """Return a copy of a model whose heads are scaled by gates (L, H)."""
+    copied = copy_module(model)
+    set_gates(copied, model, gates)
+    return copied

@@ -89,7 +89,7 @@ def test_shards_made_as_documented_give_the_images_of_the_folder_and_a_report(
     exec(textwrap.dedent(code), {})
     inner = textwrap.dedent(code).replace('Path("pets")', 'Path("pets/train")')
     exec(inner.replace("pets", "other"), {})  # without a test/
-    with pytest.raises(ValueError, match=r"point --data\.root at one to split it"):
+    with pytest.raises(ValueError, match=r"point --data\.root at one of them"):
         recognize(Path("other"))
     found = []
     for root in ("pictures", "pets", "other/train"):

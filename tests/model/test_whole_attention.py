@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from models import save_untrained
+from models import save_untrained, with_gates
 from small_runs import small
 from vit.attention_check.trial import check_attention
 from vit.commands.check import check
 from vit.commands.config import ExportConfig
 from vit.commands.export import write_exports
 from vit.commands.train import train
-from vit.explain.interventions import Interventions, gated_weights, gates_of, with_gates
+from vit.explain.interventions import Interventions, gated_weights, gates_of
 from vit.model import variants
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
@@ -591,7 +591,7 @@ def test_settings_that_a_module_does_not_take_are_refused(setting, monkeypatch):
         (Extra, D, 3, "bias_k, bias_v and add_zero_attn"),
         (WithPositions, D, 1, "WithPositions needs positions (pos_embed); give a default"),
         (FourHeads, D, 1, "its softmax has the shape [2, 4, 17, 17] instead of [2, 1, 17, 17]"),
-        (FourHeads, D, 1, "; or, if it has heads, call their number num_heads in its constructor"),
+        (FourHeads, D, 1, "; if it has heads, call their number num_heads in its constructor"),
         # Of queries and keys: their shape is that of weights where heads are as wide as that.
         (Linear, 2 * N, 2, "Linear computes no softmax over the tokens; let its forward return"),
     ],

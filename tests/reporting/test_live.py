@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from werkzeug.test import Client
 
 from attention_tab import plugin_of
-from models import names
+from models import names, with_gates
 from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
-from vit.explain.interventions import Interventions, gates_of, logit_lens, with_gates
+from vit.explain.interventions import Interventions, gates_of, logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.positions import REL_POS
 from vit.model.variants import ATTENTION

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vit.model.attention_model import require_attention
-from vit.model.copying import copy_module
 from vit.model.whole_attention import WholeAttention
 
 Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens: see `Interventions`
@@ -121,14 +120,12 @@ def gated_weights(model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
     return gated
 
 
-def with_gates(model: nn.Module, gates: Tensor) -> nn.Module:
-    """Return a copy of a model whose heads are scaled by gates (L, H)."""
-    copied = copy_module(model)
+def set_gates(copied: nn.Module, model: nn.Module, gates: Tensor) -> None:
+    """Scale the heads of a copy of a model by gates (L, H)."""
     copied.load_state_dict(gated_weights(model, gates), strict=False)
     for layer, block in enumerate(cast(Any, copied).blocks):
         if isinstance(block.attn, WholeAttention):
             block.attn.gates, block.attn.is_gated = gates[layer], True
-    return copied
 
 
 def _without_patches(tokens: Tensor, kept: Tensor) -> Tensor:

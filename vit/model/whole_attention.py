@@ -58,7 +58,8 @@ class WholeAttention(nn.Module):
     """A whole attention module with the interface of `MultiHeadSelfAttention`.
 
     A mask is applied to its softmax. Without a softmax over the tokens, the mask is passed to a
-    module that takes one, the weights are those that it returns, and no head can be muted.
+    module that takes one, weights that it returns are preferred to those that it multiplies by the
+    values, and no head can be muted.
 
     Args:
         attention: The module's class.
@@ -171,9 +172,7 @@ class WholeAttention(nn.Module):
             if read.other is not None:
                 hint = f"its softmax has the shape {[*read.other]} instead of {[*size]}; {hint}"
                 if not takes(type(self.module), HEADS):
-                    hint += (
-                        f"; or, if it has heads, call their number {HEADS[0]} in its constructor"
-                    )
+                    hint += f"; if it has heads, call their number {HEADS[0]} in its constructor"
             raise ValueError(f"attention: {traits.problem}; {hint}")
         return output * (self.gates.amax(dim=0) > 0), weights
 

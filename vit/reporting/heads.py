@@ -18,8 +18,9 @@ from tqdm import tqdm
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.figures import statistics_picture
-from vit.explain.interventions import gates_of, with_gates
+from vit.explain.interventions import gates_of, set_gates
 from vit.intervals import mean_interval
+from vit.model.copying import copy_module
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head), both counted from 0
 Interval = tuple[float, float]  # mean over images and half the width of its 95% interval
@@ -42,13 +43,14 @@ def measure_groups(
     Unless `pairs` is None, also "layers", and all "pairs" of the `pairs` heads that matter most.
     """
     inputs, gates = classifier.normalize(images.pixels()), gates_of(classifier.model)
+    gated = replace(classifier, model=copy_module(classifier.model))
     layers = [tuple((layer, head) for head in range(gates.shape[1])) for layer in range(len(gates))]
 
     with tqdm(desc="muting heads", unit="group", leave=False, disable=None) as bar:
 
         def classify(gates: Tensor) -> Tensor:
             bar.update()
-            gated = replace(classifier, model=with_gates(classifier.model, gates))
+            set_gates(gated.model, classifier.model, gates)
             return true_class(gated.forward(inputs, batch_size), images.labels)
 
         unmuted = classify(gates)
