@@ -180,8 +180,9 @@ def test_relevance_of_a_variant_adds_up_to_the_logit(name, rel_pos):
     logits, relevance = propagate(model, images, target)
     chosen = logits.gather(1, target[:, None])[:, 0]
     assert_close(relevance.sum(dim=(1, 2, 3)), chosen, rtol=1e-8, atol=1e-8)
-    _, (tokens,), _ = token_relevance(model, images, [target])
+    _, (tokens,), weights = token_relevance(model, images, [target])
     assert_close(tokens.sum(dim=-1), chosen.expand(2, 2), rtol=1e-8, atol=1e-8)
+    assert not any(layer.requires_grad for layer in weights)
 
 
 @with_names

@@ -332,6 +332,42 @@ def test_weights_are_those_that_are_multiplied_by_the_values(module, prefix):
     assert placed.traits.can_mute == (module not in (Mixed, Doubled, MixedLater))
 
 
+class ValuesFirst(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        self.weights = (q @ k.mT).softmax(dim=-1)
+        return self.merge((v.mT @ self.weights.mT).mT)
+
+
+class LocalBranch(Plain):
+    """Weights that do not depend on the tokens, beside those that do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        self.weights = (q @ k.mT).softmax(dim=-1)
+        near = torch.eye(x.shape[1]).expand_as(self.weights)
+        return self.merge(self.weights @ v + near @ v)
+
+
+class SharedPrior(Plain):
+    """All heads share a softmax of an image besides their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        prior = (x @ x.mT).softmax(dim=-1)
+        self.weights = ((q @ k.mT).softmax(dim=-1) + prior[:, None]) / 2
+        return self.merge(self.weights @ v)
+
+
+@pytest.mark.parametrize("module", [ValuesFirst, LocalBranch, SharedPrior])
+def test_what_is_no_weight_of_a_head_is_not_taken_for_one(module):
+    """Values and heads are as wide as there are tokens."""
+    placed, x = WholeAttention(module, D, 3, GRID).eval(), tokens()[:, 1:]
+    output, weights = placed(x, need_weights=True)
+    assert_close(output, placed(x))
+    assert_close(weights, placed.module.weights, rtol=0, atol=1e-6)
+
+
 class Branches(Plain):
     """Two softmaxes, each with a product of its own."""
 
@@ -412,7 +448,9 @@ def test_weights_by_hand_have_gradients_and_cannot_be_masked(monkeypatch):
     assert torch.autograd.grad(output.sum(), weights)[0].any()
     placed.is_gated = True
     for mask in (None, torch.ones(N, N, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="ByHand computes no softmax over the tokens, so no"):
+        with pytest.raises(
+            ValueError, match="ByHand computes no softmax that can be read for each head, so no"
+        ):
             placed(tokens(), mask)
 
 
@@ -421,7 +459,9 @@ def test_heads_without_a_softmax_cannot_be_muted_in_the_tab():
         VisionTransformer(**SIZES, depth=1, num_heads=heads, attention=ByHand) for heads in (1, 3)
     )
     gated_weights(alone, gates_of(alone))
-    with pytest.raises(ValueError, match="ByHand computes no softmax over the tokens, so none"):
+    with pytest.raises(
+        ValueError, match="ByHand computes no softmax that can be read for each head, so none"
+    ):
         gated_weights(several, gates_of(several))
 
 
@@ -593,7 +633,12 @@ def test_settings_that_a_module_does_not_take_are_refused(setting, monkeypatch):
         (FourHeads, D, 1, "its softmax has the shape [2, 4, 17, 17] instead of [2, 1, 17, 17]"),
         (FourHeads, D, 1, "; if it has heads, call their number num_heads in its constructor"),
         # Of queries and keys: their shape is that of weights where heads are as wide as that.
-        (Linear, 2 * N, 2, "Linear computes no softmax over the tokens; let its forward return"),
+        (
+            Linear,
+            2 * N,
+            2,
+            "Linear computes no softmax that can be read for each head; let its forward return",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_a_line(module, width, heads, words):

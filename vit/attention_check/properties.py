@@ -212,8 +212,8 @@ def _dropout(subject: Subject, tokens: Tensor, seen: Watch, drop: float) -> Row:
     if are_scores:
         advice = "dropout acts on the scores, where 0 is as good as others; apply it to the weights"
     number = "it returns none, so those of its softmax are shown" if weights is None else ""
-    if isinstance(subject, WholeAttention) and subject.traits.changes and seen.softmaxes:
-        number = "those that multiply the values are shown, not those of the softmax"
+    if isinstance(subject, WholeAttention) and subject.traits.changes:
+        number = "those that multiply the values are shown"
     return judge(what, lost or are_scores or changes, advice, number, is_choice=True)
 
 

@@ -240,7 +240,7 @@ def token_relevance(
     for number, target in enumerate(targets, start=1):
         layers = _relevances(logits, entering, target, keep_graph=number < len(targets))
         relevances.append(torch.stack([layer.sum(dim=-1) for layer in layers]))
-    return logits.detach(), relevances, weights
+    return logits.detach(), relevances, [layer.detach() for layer in weights]
 
 
 def _relevances(

@@ -54,7 +54,10 @@ class ReadSoftmax(TorchFunctionMode):
         self.size, self.mask, self.gates, self.given = size, mask, gates, given
         self.heads_first, self.used_heads_first = orders
         self.weights: Tensor | None = None  # (B, H, N, N)
-        self.used: Tensor | None = None  # likewise: the first factor of the last product
+        # Of the products after the last softmax, the first factor of the last one, likewise, and
+        # the number of those with such a factor.
+        self.used: Tensor | None = None
+        self.products = 0
         self.softmaxes = 0  # of all heads at once
         self.heads: list[Tensor] = []  # of single heads, (B, N, N) or (N, N) each
         self.surplus = False  # whether heads have further softmaxes
@@ -86,6 +89,7 @@ class ReadSoftmax(TorchFunctionMode):
         is_pairs = isinstance(factor, Tensor) and factor.shape[-2:] == self.size[2:]
         if not is_pairs or factor.numel() != math.prod(self.size):
             return factor
+        self.products += 1
         self.used = by_image(factor, self.size, self.used_heads_first)
         return _in_order(self.used, factor, self.used_heads_first)
 
@@ -122,6 +126,7 @@ class ReadSoftmax(TorchFunctionMode):
     def _gated(self, weights: Tensor) -> Tensor:
         if weights.numel() == math.prod(self.size):
             self.softmaxes += 1
+            self.used, self.products = None, 0
             self.weights = by_image(weights, self.size, self.heads_first)
             return _in_order(self.weights * self.gates[:, None, None], weights, self.heads_first)
         if self._is_part(weights):

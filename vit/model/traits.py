@@ -57,18 +57,26 @@ def find_traits(attention: Any, make: Callable[[], nn.Module], dim: int, grid: G
     reads = [result for result in (other, alone, read) if result is not None]
     # With a loop over images, (H, N, N) looks like a single head's (B, N, N) if H = B.
     is_ambiguous = heads > 1 and len({x.softmaxes for x in reads if x is not other}) > 1
-    has_all = all(result.weights is not None for result in reads)
-    has_softmax = has_all and not has_surplus and not is_ambiguous
+    # Heads may share one besides their own.
+    is_shared = read is not None and read.softmaxes > 0 and bool(read.heads)
+    is_clear = not (has_surplus or is_ambiguous or is_shared)
+    has_softmax = is_clear and all(result.weights is not None for result in reads)
     changed = None if read is None else read.changed
-    if other is not None and other.changed is None:
-        changed = None  # a product of heads whose width is N
+    if read is not None and other is not None and other.products != read.products:
+        changed = None  # values or heads whose width is N look like weights
     can_mute = has_softmax and muted is not None
     if muted is not None and muted.used is not None and changed is not None:
         gates = muted.gates[:, None, None].to(changed.dtype)
         can_mute &= torch.allclose(muted.used, changed * gates)
+        if has_softmax and torch.allclose(muted.used, changed):
+            changed = None  # it is not made from the softmax
     problem = f"{name} changes weights after its softmax"
     if not has_softmax:
-        count = "several softmaxes for each head" if has_surplus else "no softmax over the tokens"
+        count = (
+            "several softmaxes for each head"
+            if has_surplus
+            else "no softmax that can be read for each head"
+        )
         problem = f"{name} computes {count}"
     if read is None:
         problem = f"{name} fails with two images"

@@ -158,7 +158,8 @@ class WholeAttention(nn.Module):
         size = x.shape[0], self.num_heads, x.shape[1], x.shape[1]
         with ReadSoftmax(size, allowed, self.gates, orders=traits.orders) as read:
             output, weights = self.call(x, own, grid)
-        if read.heads and torch.is_grad_enabled():  # again, from the weights of all heads
+        # Again, from the weights of all heads.
+        if read.heads and traits.has_softmax and torch.is_grad_enabled():
             with ReadSoftmax(size, allowed, self.gates, read.weights) as again:
                 output, _ = self.call(x, own, grid)
             read.used = again.used
@@ -198,5 +199,7 @@ class WholeAttention(nn.Module):
         weights = next((w for w in others if isinstance(w, Tensor) and w.ndim >= 3), None)
         # Only if they have another shape, because a view has no gradients of its own.
         if weights is not None and (weights.ndim != 4 or weights.shape[0] != x.shape[0]):
-            weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
+            one = x.shape[0] * weights.shape[-2] * weights.shape[-1]  # head of all images
+            if weights.numel() % one == 0:
+                weights = weights.view(x.shape[0], -1, *weights.shape[-2:])
         return output, weights
