@@ -199,10 +199,8 @@ class Classifier:
         self._require_evaluation()
         with autocast(self.device, self.precision):
             logits: Tensor = self.model(inputs)
-        names = f"{logits.shape[1]} names, one for each logit"
-        require(
-            logits.shape[1] == len(self.classes), "classes", f"{len(self.classes)} names", names
-        )
+        if logits.shape[1] != len(self.classes):
+            raise ValueError(f"classes: {len(self.classes)} names for {logits.shape[1]} logits")
         return logits.float()
 
     @torch.no_grad()

@@ -100,7 +100,7 @@ def test_a_run_compiles_once_even_if_its_time_budget_changes_its_settings(
         monkeypatch.setattr(build, name, 1)
     config = tiny(tmp_path, compile=True, budget_minutes=1.0)
     plan, run = changed(config, augment={"crop_padding": 3}), begin(config)
-    run, step = build.build_step(run, load_data(run)[0], None, {0.0: plan})
+    run, step = build.build_step(run, load_data(run)[0], plans={0.0: plan})
     assert run.config == plan and step.compiled
     printed = capsys.readouterr().out
     assert printed.count("budget ") == printed.count("compiling the model") == 1

@@ -125,6 +125,10 @@ def test_a_model_of_other_files_may_have_seen_held_out_images(tmp_path, capsys):
         source = SimpleNamespace(config=config, fingerprint=files)
         warn_of_seen_images("optim.teacher", "it", source, config, now)
         assert ("it was trained with other files" in capsys.readouterr().err) == warned
+    table, folder = (Config(data={"name": name}) for name in ("table", "folder"))
+    source = SimpleNamespace(config=table, fingerprint="before")
+    warn_of_seen_images("optim.teacher", "it", source, folder, now)
+    assert "it was trained with other files" in capsys.readouterr().err
 
 
 def test_an_unfinished_teacher_is_named_as_such(tmp_path):

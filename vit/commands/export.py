@@ -68,6 +68,8 @@ def write_exports(saved: SavedModel, options: ExportConfig) -> list[Path]:
     if saved.device.type != "cpu":  # where exports are made and compared
         model, cpu = copy_module(saved.model).cpu(), torch.device("cpu")
         saved = dataclasses.replace(saved, model=model, device=cpu)
+    size = saved.preprocess.channels, *saved.preprocess.image_size
+    saved.logits(torch.zeros(1, *size, dtype=torch.uint8))  # refuses what would be exported wrongly
     formats = [name for name in dict.fromkeys(options.formats) if name in FORMATS]
     for name in formats:
         require_packages(f"export: {name}", FORMATS[name].packages, "export")

@@ -102,7 +102,7 @@ def train(
         check_config(plan)
     with _alone(), start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
-        run, step = build_step(run, training, source, plans)
+        run, step = build_step(run, training, source, len(held_out), plans)
         del source  # its weights are in the model
         if run.world.main:
             say(start_text(run.config, step, training, held_out))

@@ -53,18 +53,19 @@ def build_step(
     run: Run,
     training: ImageSet,
     source: Pretrained | None = None,
+    held_out: int = 0,
     plans: Plans | None = None,
 ) -> tuple[Run, TrainingStep]:
     """Build the training step with its schedule, and its state: new, pretrained or resumed.
 
-    A new run whose epochs reach a plan follows it, measured again; the run that is returned has its
-    config.
+    A time budget allows for the validation of `held_out` images after each epoch. A new run whose
+    epochs reach a plan follows it, measured again; the run that is returned has its config.
 
     Raises:
         ValueError: The checkpoint is beyond the last step or does not fit, or there is no compiler.
     """
     begin, plans = time.perf_counter(), plans or {}
-    step = _measure_step(run, training, source, begin)
+    step = _measure_step(run, training, source, held_out, begin)
     epochs = step.schedule.total_steps / step.schedule.steps_per_epoch
     reached = [start for start in plans if start <= epochs and run.checkpoint is None]
     config = plans[max(reached)] if reached else run.config
@@ -73,12 +74,12 @@ def build_step(
         if run.world.main:
             say(f"budget   {epochs:.2g} epochs fit without changes, so {'; '.join(changes)}")
         run = dataclasses.replace(run, config=config)
-        step = _measure_step(run, training, source, begin)
-    return run, _finish_step(run, step, training, begin)
+        step = _measure_step(run, training, source, held_out, begin)
+    return run, _finish_step(run, step, training, held_out, begin)
 
 
 def _measure_step(
-    run: Run, training: ImageSet, source: Pretrained | None, begin: float
+    run: Run, training: ImageSet, source: Pretrained | None, held_out: int, begin: float
 ) -> TrainingStep:
     """Build the step, not compiled, and its state, and set the length of the run."""
     state = start_state(run, training, source)
@@ -88,16 +89,18 @@ def _measure_step(
     if run.config.train.budget_minutes is None:
         state.length.plan(run.config.train.epochs * step.schedule.steps_per_epoch)
     elif not state.length.total_steps:
-        _fit_budget(run, step, training, begin)
+        _fit_budget(run, step, training, held_out, begin)
     return step
 
 
-def _finish_step(run: Run, step: TrainingStep, training: ImageSet, begin: float) -> TrainingStep:
+def _finish_step(
+    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
+) -> TrainingStep:
     """Compile the step if the run is long enough, and set the length by the compiled step."""
     state = step.state
     step = compile_step(run, step)
     if step.compiled and state.length.costs and run.checkpoint is None:
-        _fit_budget(run, step, training, begin)
+        _fit_budget(run, step, training, held_out, begin)
     total_steps = state.length.total_steps
     state.seconds += time.perf_counter() - begin
     if state.step > total_steps:
@@ -163,10 +166,13 @@ def _build_schedule(run: Run, num_images: int, unit: int, length: Length) -> Sch
     )  # fmt: skip
 
 
-def _fit_budget(run: Run, step: TrainingStep, training: ImageSet, begin: float) -> None:
+def _fit_budget(
+    run: Run, step: TrainingStep, training: ImageSet, held_out: int, begin: float
+) -> None:
     """Set the length of the run to as many steps, at least 1, as fit into its time budget.
 
-    The budget counts from `begin`. Logging and validation shorten the run when they are measured.
+    The budget counts from `begin`, and includes the validation of `held_out` images after each
+    epoch. Logging shortens the run when it is measured.
     """
     state, seconds = step.state, deadline(run.config)
     assert seconds is not None, "there is a budget"
@@ -175,7 +181,8 @@ def _fit_budget(run: Run, step: TrainingStep, training: ImageSet, begin: float) 
     state.load_state_dict(before)
     length = state.length
     length.costs = costs
-    steps = (begin + seconds - time.perf_counter()) / length.seconds(0, 1)
+    validated = held_out / 3 / len(training)  # classifying an image takes a third of training on it
+    steps = (begin + seconds - time.perf_counter()) / (length.seconds(0, 1) * (1 + validated))
     length.plan(step.world.agree(max(1, int(steps))))
 
 

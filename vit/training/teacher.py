@@ -7,6 +7,7 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.config import Config
 from vit.console import shorten, sides, warn
+from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.model_file import SavedModel, weights_digest
 from vit.pretrained.adapt import Pretrained
@@ -87,7 +88,7 @@ def warn_of_seen_images(
     if other is None:  # another project trained it
         return
     same_files = source.fingerprint in ("", training.fingerprint)
-    files_differ = other.data.name == own.data.name and not same_files
+    files_differ = _is_same_set(other.data, own.data) and not same_files
     if files_differ or may_have_seen(other, own):
         split = "another data.val_size, data.test_fraction or train.seed"
         warn(
@@ -96,10 +97,15 @@ def warn_of_seen_images(
         )
 
 
+def _is_same_set(one: DataConfig, other: DataConfig) -> bool:
+    """Tell whether images may be the same ones, as may those of two layouts of own files."""
+    return one.name == other.name or (one.spec.own_files and other.spec.own_files)
+
+
 def may_have_seen(other: Config, own: Config) -> bool:
     """Tell whether a model may have learned from images that a run validates or tests with."""
     old, new = other.data, own.data
-    if old.name != new.name:
+    if not _is_same_set(old, new):
         return False
     same_split = (old.val_size, other.train.seed) == (new.val_size, own.train.seed)
     return old.test_fraction != new.test_fraction or (new.val_size != 0 and not same_split)
