@@ -277,8 +277,8 @@ def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(classif
         assert ("attention/importance" in shown) == (step == STEPS[-1])
 
 
-@pytest.mark.parametrize(("steps", "count"), [(1, 0), (20, 38), (1000, 60)])
-def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(classifier, steps, count):
+@pytest.mark.parametrize(("steps", "count"), [(1, 0), (20, 19), (1000, 60)])
+def test_muting_takes_at_most_one_percent_of_the_images_of_a_run(classifier, steps, count):
     """A forward pass is a third of a step; the model has 4 heads."""
     config, model, sizes = Config(), classifier.model, lambda _: (32, 32)
     setup = Setup(config, model, classifier.preprocess, IMAGES, IMAGES, (), Length(steps), sizes)
@@ -286,7 +286,7 @@ def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(classifier, ste
     assert evaluator is not None
     muted = len(evaluator.held_out or ())
     assert muted == count
-    assert muted * 4 <= 0.02 * 3 * steps * config.train.batch_size
+    assert muted * 4 <= 0.01 * 3 * steps * config.train.batch_size
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ STATISTICS = {"entropy": "entropy / log N", "distance": "distance, pixels",
               "sink": "fraction to the top token"}  # fmt: skip
 FREE_TOKENS = 200_000  # to train on in the time in which attention is logged in any case
 MUTED_IMAGES = 500  # held-out images on which heads are muted, at most
-MUTED_FRACTION = 0.02  # of a run that muting may take
+MUTED_FRACTION = 0.01  # of a run that muting may take
 
 
 @dataclass
