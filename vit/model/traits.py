@@ -70,18 +70,17 @@ def find_traits(attention: Any, make: Callable[[], nn.Module], dim: int, grid: G
         can_mute &= torch.allclose(muted.used, changed * gates)
         if has_softmax and torch.allclose(muted.used, changed):
             changed = None  # it is not made from the softmax
-    problem = f"{name} changes weights after its softmax"
-    if not has_softmax:
-        count = (
-            "several softmaxes for each head"
-            if has_surplus
-            else "no softmax that can be read for each head"
-        )
-        problem = f"{name} computes {count}"
+    problem = "changes weights after its softmax"
     if read is None:
-        problem = f"{name} fails with two images"
+        problem = "fails with two images"
+    elif has_surplus:
+        problem = "computes several softmaxes for each head"
+    elif not has_softmax:
+        problem = "computes no softmax that can be read for each head"
     softmaxes = 0 if read is None else read.softmaxes
-    return Traits(softmaxes, has_softmax, changed is not None, can_mute, orders, problem)
+    return Traits(
+        softmaxes, has_softmax, changed is not None, can_mute, orders, f"{name} {problem}"
+    )
 
 
 def make_lazy_layers(attention: Any, dim: int, grid: Grid) -> None:
