@@ -42,6 +42,10 @@ def test_exports_are_written_where_results_belong_or_refused(tmp_path, monkeypat
     assert (tmp_path / "here/preprocess.py").is_file()
     with pytest.raises(ValueError, match=r"^formats: tmim is not .* must be 'timm', 'onnx'"):
         vit.export(classifier, "tmim")
+    classifier.model.train()
+    with pytest.raises(ValueError, match=r"training mode"):
+        vit.export(classifier, "torch")
+    classifier.model.eval()
     fields = (field.name for field in dataclasses.fields(vit.Classifier))
     plain = vit.Classifier(**{name: getattr(classifier, name) for name in fields})
     with pytest.raises(ValueError, match=r"^classifier: .* that vit.load has loaded$"):

@@ -115,6 +115,10 @@ def test_bad_words_are_one_line_that_names_key_value_and_allowed():
             refused(words.split(), line, parse=parse)
 
 
+def test_a_path_that_is_not_utf_8_is_named_as_such():
+    refused(["--out", "runs/\udcfc"], "out: ", "it must be in UTF-8")
+
+
 def test_a_mistake_ends_the_program_in_one_line(tmp_path):
     words = ["--modle.depth", "3", "--out", str(tmp_path / "out")]
     command = [sys.executable, str(ROOT / "train.py"), *words]

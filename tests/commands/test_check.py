@@ -115,6 +115,17 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
         "torch.softmax(scores, dim=-1)", "torch.softmax(torch.softmax(scores, dim=-1), dim=-1)",
         "rows of weights", "2 softmaxes",
     ),
+    "a parameter that forward makes anew": (
+        "B, N, D = x.shape",
+        "B, N, D = x.shape\n        self.v.bias = nn.Parameter(self.v.bias.detach().clone())",
+        "all weights", "v.bias get no gradient",
+    ),
+    "no bfloat16": (
+        "B, N, D = x.shape",
+        "B, N, D = x.shape\n        if torch.is_autocast_enabled('cpu'):\n"
+        "            raise TypeError('no bfloat16')",
+        "finite in bfloat16", "TypeError: no bfloat16",
+    ),
     "repeated in place": ("B, N, D = x.shape", "B, N, D = x.relu_().shape", "eval", "in place"),
     "dropout that is not applied": ("self.dropout(weights)", "weights", "weights are", "no effect"),
     "no output projection": ("self.out(heads", "(heads", "equals torch's", "output projection"),
@@ -195,6 +206,23 @@ def test_a_convolution_of_values_is_a_choice(tmp_path):
     source = source.replace("self.v(x)", "self.near(self.v(x).transpose(1, 2)).transpose(1, 2)")
     row = notable(check(define(tmp_path, source)))["permuting tokens permutes outputs"]
     assert row.result == "remark" and "place of a token" in row.advice
+
+
+class BatchSecond(nn.Module):
+    """As in torch's module by default; a norm hides by which factor images differ."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm, self.attend = nn.LayerNorm(dim), nn.MultiheadAttention(dim, num_heads)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.norm(x)
+        return self.attend(x, x, x)
+
+
+def test_images_that_attend_to_each_other_are_told_apart_after_a_norm():
+    found = notable(check(BatchSecond))
+    assert "batch_first=True" in found["images are independent"].advice
 
 
 def test_unrecognized_projections_fail_no_check(tmp_path):

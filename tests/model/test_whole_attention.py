@@ -311,10 +311,21 @@ class MixedLater(Plain):
         return self.merge(self.weights @ v)
 
 
+class MixedHeads(Plain):
+    """A softmax for each head, and weights that are mixed before their product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        pairs = zip(q.unbind(1), k.unbind(1), strict=True)
+        weights = torch.stack([(of_q @ of_k.mT).softmax(dim=-1) for of_q, of_k in pairs], dim=1)
+        self.weights = weights + weights.flip(1) / 2
+        return self.merge(self.weights @ v)
+
+
 @pytest.mark.parametrize("prefix", [0, 1])
 @pytest.mark.parametrize(
     "module",
-    [Silent, Mixed, Doubled, Transposed, Reordered, InDouble, ByImage, MixedLater],
+    [Silent, Mixed, Doubled, Transposed, Reordered, InDouble, ByImage, MixedLater, MixedHeads],
 )
 def test_weights_are_those_that_are_multiplied_by_the_values(module, prefix):
     heads, grid = 1 if module is ByImage else 3, GRID if prefix else (1, N)
@@ -329,7 +340,7 @@ def test_weights_are_those_that_are_multiplied_by_the_values(module, prefix):
     own = Difference.forward(placed.module, tokens())[1] if own is None else own
     assert_close(weights, own, rtol=0, atol=1e-6, check_dtype=False)
     assert torch.autograd.grad(output.sum(), weights)[0].any()
-    assert placed.traits.can_mute == (module not in (Mixed, Doubled, MixedLater))
+    assert placed.traits.can_mute == (module not in (Mixed, Doubled, MixedLater, MixedHeads))
 
 
 class ValuesFirst(Plain):
@@ -366,6 +377,48 @@ def test_what_is_no_weight_of_a_head_is_not_taken_for_one(module):
     output, weights = placed(x, need_weights=True)
     assert_close(output, placed(x))
     assert_close(weights, placed.module.weights, rtol=0, atol=1e-6)
+
+
+SHARED = nn.Parameter(torch.zeros(3))
+
+
+class SharesATensor(Plain):
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__(d_model, nhead)
+        self.shared = SHARED
+
+
+class ImageLoop(Plain):
+    """A softmax (H, N, N) for each image, which looks like one of a head if H = B."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = zip(*self.split(x), strict=True)
+        return self.merge(torch.stack([(q @ k.mT).softmax(-1) @ v for q, k, v in images]))
+
+
+class InFloat32(Plain):
+    def forward(self, x: Tensor) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise TypeError("no bfloat16")
+        return super().forward(x)
+
+
+class SequenceFirst(Plain):
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x.transpose(0, 1))
+        return output.transpose(0, 1), self.weights.mean(dim=1)
+
+
+def test_a_trial_changes_no_module_and_knows_the_precision_of_the_run(monkeypatch):
+    WholeAttention(SharesATensor, D, 3, GRID)
+    assert not SHARED.any()
+    monkeypatch.setitem(variants.ATTENTION, "mine", InFloat32)
+    model = ModelConfig(attention="mine", num_heads=3, embed_dim=D)
+    check_attention(model, GRID)
+    with pytest.raises(ValueError, match="gives TypeError: no bfloat16"):
+        check_attention(model, GRID, precision=torch.bfloat16)
+    rows = {row.property: row.result for row in check(SequenceFirst, with_cost=False)}
+    assert rows["images are independent"] == "failed" and "can be called" not in rows
 
 
 class Branches(Plain):
@@ -629,6 +682,7 @@ def test_settings_that_a_module_does_not_take_are_refused(setting, monkeypatch):
         (Long, D, 1, "Long returns [2, 16, 48] for tokens of [2, 17, 48]"),
         (Unknown, D, 1, "the constructor of Unknown takes kernel, which is not known here"),
         (Extra, D, 3, "bias_k, bias_v and add_zero_attn"),
+        (ImageLoop, D, 2, "ImageLoop computes no softmax that can be read for each head"),
         (WithPositions, D, 1, "WithPositions needs positions (pos_embed); give a default"),
         (FourHeads, D, 1, "its softmax has the shape [2, 4, 17, 17] instead of [2, 1, 17, 17]"),
         (FourHeads, D, 1, "; if it has heads, call their number num_heads in its constructor"),
